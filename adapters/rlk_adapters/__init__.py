@@ -1,0 +1,1 @@
+"""Engines: each file turns one engine's tensors into a capture."""

@@ -1,0 +1,1 @@
+"""Captures, drift and verdicts: do a rollout engine and a trainer agree, token by token."""
