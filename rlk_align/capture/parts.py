@@ -1,0 +1,119 @@
+"""Reading one part: verified, then its small columns or some rows of its logits."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from rlk_align.capture.rows import SCHEMA, SMALL_COLUMNS
+from rlk_align.capture.writer import Prompt
+from rlk_align.errors import UnusableInput
+from rlk_align.files import sha256_of_file
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartEntry:
+    """A part as the index of its worker lists it."""
+
+    path: str
+    """Relative to the capture, such as ``dp0-tp1/part-00000.safetensors``."""
+    sha256: str
+    bytes: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartColumns:
+    """Everything of a part but the logits."""
+
+    labels: list[str]
+    """Names that the ``sequence`` column counts into."""
+    columns: dict[str, torch.Tensor]
+    prompts: dict[str, Prompt]
+
+
+def verify_part(directory: Path, entry: PartEntry) -> None:
+    """Read the file once and hold its SHA-256 against the index.
+
+    Raises:
+        UnusableInput: If the file is absent, cut short or altered.
+    """
+    path = directory / entry.path
+    if not path.is_file():
+        raise UnusableInput(f"{entry.path}: listed in the capture but absent; copy it whole")
+    size = path.stat().st_size
+    if size != entry.bytes:
+        raise UnusableInput(
+            f"{entry.path}: {size} bytes, but {entry.bytes} were written; the file was cut short "
+            "or altered, capture it again"
+        )
+    if sha256_of_file(path) != entry.sha256:
+        raise UnusableInput(
+            f"{entry.path}: its SHA-256 is not the recorded one; the file was altered, capture "
+            "it again"
+        )
+
+
+def read_columns(directory: Path, entry: PartEntry) -> PartColumns:
+    """The small columns of a verified part.
+
+    Raises:
+        UnusableInput: If a column is missing or has another dtype or length than it should.
+    """
+    path = directory / entry.path
+    with safe_open(path, framework="pt") as part:
+        metadata = part.metadata() or {}
+        if metadata.get("schema") != SCHEMA:
+            raise UnusableInput(
+                f"{entry.path}: schema {metadata.get('schema')!r}; this version reads {SCHEMA!r}"
+            )
+        present = set(part.keys())
+        needed = {*SMALL_COLUMNS, "prompt_token_ids"} if entry.rows else {"prompt_token_ids"}
+        if missing := sorted(needed - present):
+            raise UnusableInput(f"{entry.path}: no tensor {missing[0]!r}")
+        tensors = {name: part.get_tensor(name) for name in needed}
+    labels = json.loads(metadata["labels"])
+    prompts = _prompts(json.loads(metadata["prompts"]), tensors.pop("prompt_token_ids"))
+    for name, tensor in tensors.items():
+        dtype, tail = SMALL_COLUMNS[name]
+        if tensor.dtype != dtype or tensor.shape != (entry.rows, *tail):
+            raise UnusableInput(
+                f"{entry.path}: {name} is {tensor.dtype} {tuple(tensor.shape)}, but {dtype} "
+                f"{(entry.rows, *tail)} is expected"
+            )
+    return PartColumns(labels=labels, columns=tensors, prompts=prompts)
+
+
+def read_logits(
+    directory: Path, entry: PartEntry, start: int, end: int, width: int
+) -> torch.Tensor | None:
+    """Rows ``[start, end)`` of a part's logits, or None where the part keeps states only.
+
+    Raises:
+        UnusableInput: If the logits are not ``[rows, width]``.
+    """
+    with safe_open(directory / entry.path, framework="pt") as part:
+        if "logits" not in part.keys():  # noqa: SIM118 (not a dict)
+            return None
+        rows = part.get_slice("logits")
+        if tuple(rows.get_shape()) != (entry.rows, width):
+            raise UnusableInput(
+                f"{entry.path}: logits have shape {tuple(rows.get_shape())}, but the layout says "
+                f"{(entry.rows, width)}"
+            )
+        block: torch.Tensor = rows[start:end]
+        return block
+
+
+def _prompts(entries: list[dict[str, Any]], flat: torch.Tensor) -> dict[str, Prompt]:
+    ids, prompts, start = flat.tolist(), {}, 0
+    for entry in entries:
+        end = start + entry["tokens"]
+        prompts[entry["label"]] = Prompt(token_ids=ids[start:end], sampling=entry["sampling"])
+        start = end
+    return prompts

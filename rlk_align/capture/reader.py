@@ -1,0 +1,139 @@
+"""Reading a sealed capture: small columns merged over ranks, logits block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlk_align.capture.merge_ranks import TokenRows, merge_ranks
+from rlk_align.capture.parts import PartColumns, PartEntry, read_columns, read_logits, verify_part
+from rlk_align.capture.rows import SCHEMA, state_from_tensors
+from rlk_align.capture.seal import MANIFEST_FILE, Progress, manifest_digest
+from rlk_align.capture.sequences import SequenceTable, read_sequences
+from rlk_align.contract import VocabLayout, layout_from_bounds
+from rlk_align.errors import UnusableInput
+from rlk_align.files import read_json, sha256_of_file
+from rlk_align.provenance import Provenance, provenance_from_json
+from rlk_kernels import State
+
+__all__ = ["Capture", "LogitsBlock", "TokenRows", "open_capture"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogitsBlock:
+    """Some rows of one rank's logits, with the state that was recorded for them."""
+
+    place: str
+    """Part and first row, for messages."""
+    tp_rank: int
+    vocab_start: int
+    token_id: torch.Tensor
+    """``[R]`` int32."""
+    logits: torch.Tensor
+    """``[R, L]`` this rank's real columns in the engine's dtype."""
+    state: State
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capture:
+    """A sealed capture. Opening reads no rows; `tokens` and `logits_blocks` do."""
+
+    directory: Path
+    role: str
+    layout: VocabLayout
+    provenance: Provenance
+    weights: list[dict[str, Any]]
+    parts: list[PartEntry]
+    sequences: SequenceTable
+    incomplete: list[dict[str, str]]
+    """Sequences that were left out because rows of theirs are missing: label and reason."""
+    lost: dict[str, int]
+    """Rows that workers could not keep, by reason."""
+
+    def tokens(self, *, progress: Progress = iter) -> TokenRows:
+        """One row a token, states merged over the tensor-parallel ranks; no logits are read.
+
+        Raises:
+            UnusableInput: If a part is altered or inconsistent, or ranks disagree on a token.
+        """
+        ranks: list[list[PartColumns]] = [[] for _ in range(self.layout.tp_size)]
+        for entry in progress(self.parts):
+            verify_part(self.directory, entry)
+            part = read_columns(self.directory, entry)
+            if entry.rows:
+                ranks[_tp_rank(entry)].append(part)
+        return merge_ranks(ranks, self.sequences, self.layout)
+
+    def logits_blocks(self, *, rows: int = 64) -> Iterator[LogitsBlock]:
+        """Stream all captured logits, at most ``rows`` rows at a time."""
+        for entry in self.parts:
+            if not entry.rows:
+                continue
+            start, end = self.layout.real_bounds(_tp_rank(entry))
+            columns = read_columns(self.directory, entry).columns
+            for first in range(0, entry.rows, rows):
+                last = min(first + rows, entry.rows)
+                logits = read_logits(self.directory, entry, first, last, end - start)
+                if logits is None:
+                    break
+                yield LogitsBlock(
+                    place=f"{entry.path}, row {first}",
+                    tp_rank=_tp_rank(entry),
+                    vocab_start=start,
+                    token_id=columns["token_id"][first:last],
+                    logits=logits,
+                    state=state_from_tensors({k: v[first:last] for k, v in columns.items()}),
+                )
+
+
+def open_capture(directory: Path) -> Capture:
+    """Open a sealed capture.
+
+    Raises:
+        UnusableInput: If it is not sealed, is of another schema, or its manifest or sequence
+            table is inconsistent.
+    """
+    if not (directory / MANIFEST_FILE).is_file():
+        raise UnusableInput(
+            f"{directory} is not a sealed capture (no {MANIFEST_FILE}); finish the run, or seal it "
+            f"with: rlk-align seal {directory}"
+        )
+    manifest: dict[str, Any] = read_json(directory / MANIFEST_FILE)
+    if manifest.get("schema") != SCHEMA:
+        raise UnusableInput(
+            f"{directory}: schema {manifest.get('schema')!r}, but this version reads {SCHEMA!r}"
+        )
+    if manifest.get("seal") != manifest_digest(manifest):
+        raise UnusableInput(
+            f"{directory / MANIFEST_FILE}: its content does not match its seal; it was altered "
+            "after sealing, capture again"
+        )
+    try:
+        sequences_file = directory / manifest["sequences"]["path"]
+        if sha256_of_file(sequences_file) != manifest["sequences"]["sha256"]:
+            raise UnusableInput(f"{sequences_file.name}: its SHA-256 is not the recorded one")
+        layout = layout_from_bounds(manifest["layout"]["vocab_size"], manifest["layout"]["bounds"])
+        return Capture(
+            directory=directory,
+            role=manifest["role"],
+            layout=layout,
+            provenance=provenance_from_json(manifest["provenance"], MANIFEST_FILE),
+            weights=manifest["weights"],
+            parts=[PartEntry(**part) for part in manifest["parts"]],
+            sequences=read_sequences(sequences_file),
+            incomplete=manifest["incomplete"],
+            lost=manifest["lost"],
+        )
+    except (KeyError, TypeError, FileNotFoundError) as error:
+        raise UnusableInput(
+            f"{directory / MANIFEST_FILE}: incomplete manifest ({error!r})"
+        ) from None
+
+
+def _tp_rank(entry: PartEntry) -> int:
+    """The tensor-parallel rank in a part's folder, ``dp0-tp1``."""
+    return int(entry.path.split("/")[0].rpartition("tp")[2])

@@ -1,0 +1,60 @@
+"""Files that are whole or absent, and JSON without NaN."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+from rlk_align.errors import UnusableInput
+
+HASH_BLOCK = 1 << 22
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write under a temporary name, sync, rename: a reader never meets half a file."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    # the rename itself must survive a crash too
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def canonical_json(value: object, *, indent: int | None = None) -> bytes:
+    """Strict JSON with sorted keys; NaN and infinity raise ValueError."""
+    text = json.dumps(value, sort_keys=True, indent=indent, allow_nan=False, ensure_ascii=False)
+    return (text + "\n").encode()
+
+
+def read_json(path: Path) -> dict[str, object]:
+    """One JSON object from a file.
+
+    Raises:
+        UnusableInput: If the file is absent, is not JSON or is not an object.
+    """
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise UnusableInput(f"{path}: no such file") from None
+    except ValueError as error:
+        raise UnusableInput(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise UnusableInput(f"{path}: a JSON object is expected, not {type(value).__name__}")
+    return value
+
+
+def sha256_of_file(path: Path) -> str:
+    """SHA-256 of a file in hexadecimal, read block by block."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(HASH_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
