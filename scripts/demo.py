@@ -1,0 +1,70 @@
+"""The whole line on real engines: vLLM samples, a tensor-parallel trainer recomputes, we compare.
+
+Everything is written below ``demo/`` and replaced by the next run.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+DEMO = ROOT / "demo"
+BIN = Path(sys.executable).parent
+PROMPTS = ROOT / "fixtures" / "rlk_fixtures" / "prompts.jsonl"
+TRAINER_TP = 2
+
+
+def run(what: str, *command: str, accept: tuple[int, ...] = (0,)) -> None:
+    """Print and run one command from the checkout's root; stop the demo if it fails."""
+    shown = " ".join(command).replace(f"{BIN}/", "").replace(f"{ROOT}/", "")
+    print(f"\n# {what}\n$ {shown}", flush=True)
+    started = time.monotonic()
+    status = subprocess.run(command, cwd=ROOT, check=False).returncode
+    print(f"({time.monotonic() - started:.0f} s)", flush=True)
+    if status not in accept:
+        raise SystemExit(f"demo: `{shown}` ended with status {status}")
+
+
+def compare_with_trainer(rollout_tp: int) -> None:
+    """Sample with vLLM at ``rollout_tp``, recompute with transformers at TP 2, compare."""
+    rollout, trainer = DEMO / f"rollout-tp{rollout_tp}", DEMO / f"trainer-of-tp{rollout_tp}"
+    model = str(DEMO / "model")
+    run(
+        f"vLLM at TP {rollout_tp} samples; its logits are captured on every worker",
+        str(BIN / "rlk-rollout"), "--model", model, "--prompts", str(PROMPTS),
+        "--out", str(rollout), "--tp", str(rollout_tp), "--max-tokens", "32",
+        "--temperature", "1",
+    )  # fmt: skip
+    run(
+        f"transformers at TP {TRAINER_TP} recomputes the same tokens; its logits are captured too",
+        str(BIN / "torchrun"), "--standalone", "--nproc-per-node", str(TRAINER_TP),
+        "-m", "rlk_adapters.replay",
+        "--capture", str(rollout), "--model", model, "--out", str(trainer),
+    )  # fmt: skip
+    run(
+        f"how far apart, and where from: vLLM TP {rollout_tp} and transformers TP {TRAINER_TP}",
+        str(BIN / "rlk-align"), "compare", str(rollout), str(trainer),
+        "--out", str(DEMO / f"report-tp{rollout_tp}"),
+        accept=(0, 1),
+    )  # fmt: skip
+
+
+def main() -> None:
+    """Make the tiny model, then compare at vLLM TP 2 and TP 1."""
+    shutil.rmtree(DEMO, ignore_errors=True)
+    DEMO.mkdir()
+    run(
+        "a tiny Qwen3 with the real vocabulary of 151936 columns",
+        sys.executable, "-m", "rlk_fixtures.tiny_qwen3", "--out", str(DEMO / "model"),
+    )  # fmt: skip
+    compare_with_trainer(rollout_tp=2)
+    compare_with_trainer(rollout_tp=1)
+    print(f"\nreports: {DEMO.name}/report-tp2, {DEMO.name}/report-tp1")
+
+
+if __name__ == "__main__":
+    main()
