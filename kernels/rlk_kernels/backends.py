@@ -1,0 +1,61 @@
+"""The one place that chooses an implementation: a wish and a device in, a backend out."""
+
+from importlib import import_module
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+
+from rlk_kernels.expsum import State
+
+DEVICES: dict[str, tuple[str, ...] | None] = {"reference": None}
+"""Device types that a backend runs on; None is any."""
+
+
+class Backend(Protocol):
+    """What a backend's module offers; arguments are checked and all columns are real."""
+
+    def expsum_state(
+        self, logits_TL: Tensor, token_ids: Tensor, vocab_start: int, temperature: float
+    ) -> State:
+        """State of the columns [vocab_start, vocab_start + L)."""
+
+    def logits_gradient(
+        self,
+        logits_TL: Tensor,
+        token_ids: Tensor,
+        vocab_start: int,
+        temperature: float,
+        *,
+        mantissa: Tensor,
+        exponent: Tensor,
+        grad_logprob: Tensor,
+        grad_lse: Tensor,
+        out_TL: Tensor,
+    ) -> None:
+        """Write the gradient of the logits into ``out_TL``, see `rlk_kernels.reference`."""
+
+
+def backend_id(backend: str, device: torch.device | str) -> str:
+    """Name of the backend that runs for a wish and a device; "auto" is the fused one.
+
+    Raises:
+        ValueError: If there is no such backend, or it does not run on the device.
+    """
+    device_type = torch.device(device).type
+    if backend == "auto":
+        return "reference"
+    if backend not in DEVICES:
+        raise ValueError(f"no backend {backend!r}; pass one of {', '.join(['auto', *DEVICES])}")
+    devices = DEVICES[backend]
+    if devices is not None and device_type not in devices:
+        raise ValueError(
+            f"backend {backend!r} runs on {', '.join(devices)}, the logits are on {device_type}; "
+            "move them or pass backend='auto'"
+        )
+    return backend
+
+
+def load_backend(name: str) -> Backend:
+    """The module of a backend; numba is imported by the first use of the one that needs it."""
+    return cast(Backend, import_module(f"rlk_kernels.{name}"))

@@ -1,0 +1,121 @@
+"""What a caller passes, checked: everything that would otherwise be wrong in silence.
+
+Letters: T tokens (rows), L this shard's columns.
+"""
+
+import math
+import struct
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlk_kernels.backends import backend_id
+from rlk_kernels.expsum import MAX_COLUMNS
+
+LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TOKEN_ID_DTYPES = (torch.int64, torch.int32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardInput:
+    """One rank's columns and the rows' targets."""
+
+    logits_TL: Tensor
+    """[T, L], padding columns included."""
+    token_ids: Tensor
+    """int64 [T] on the logits' device, each in [0, vocab_size)."""
+    vocab_start: int
+    vocab_size: int
+    temperature: float
+    """A float32 above 0."""
+    backend: str
+    """Name of the backend that runs."""
+
+    @property
+    def num_real_columns(self) -> int:
+        """Columns before ``vocab_size``; those behind are padding and never read."""
+        return min(self.logits_TL.shape[1], max(0, self.vocab_size - self.vocab_start))
+
+    @property
+    def real_logits_TL(self) -> Tensor:
+        """The columns before ``vocab_size``."""
+        return self.logits_TL[:, : self.num_real_columns]
+
+
+def checked_input(
+    logits_TL: Tensor,
+    token_ids: Tensor,
+    *,
+    vocab_start: int,
+    vocab_size: int,
+    temperature: float,
+    backend: str,
+) -> ShardInput:
+    """The caller's arguments, or a ValueError that says which one is wrong and where."""
+    _check_logits(logits_TL)
+    name = backend_id(backend, logits_TL.device)
+    if name == "cpu" and logits_TL.shape[1] > 1 and logits_TL.stride(1) != 1:
+        raise ValueError(
+            "the columns of a row should lie next to each other, got a column stride of "
+            f"{logits_TL.stride(1)}; pass logits.contiguous()"
+        )
+    if not 0 < vocab_size <= MAX_COLUMNS:
+        raise ValueError(
+            f"vocab_size should be 1 to {MAX_COLUMNS}, the columns that an int64 bin holds, "
+            f"got {vocab_size}"
+        )
+    if vocab_start < 0:
+        raise ValueError(f"vocab_start should be 0 or above, got {vocab_start}")
+    return ShardInput(
+        logits_TL=logits_TL,
+        token_ids=_checked_token_ids(token_ids, logits_TL, vocab_size),
+        vocab_start=vocab_start,
+        vocab_size=vocab_size,
+        temperature=_checked_temperature(temperature),
+        backend=name,
+    )
+
+
+def _check_logits(logits_TL: Tensor) -> None:
+    if not isinstance(logits_TL, Tensor) or logits_TL.dim() != 2:
+        got = list(logits_TL.shape) if isinstance(logits_TL, Tensor) else type(logits_TL).__name__
+        raise ValueError(f"logits should be a tensor [tokens, columns], got {got}; reshape them")
+    if logits_TL.dtype not in LOGITS_DTYPES:
+        raise ValueError(f"logits should be float32, bfloat16 or float16, got {logits_TL.dtype}")
+
+
+def _checked_token_ids(token_ids: Tensor, logits_TL: Tensor, vocab_size: int) -> Tensor:
+    if not isinstance(token_ids, Tensor) or token_ids.dtype not in TOKEN_ID_DTYPES:
+        got = token_ids.dtype if isinstance(token_ids, Tensor) else type(token_ids).__name__
+        raise ValueError(f"token ids should be an int64 or int32 tensor, got {got}")
+    if token_ids.shape != logits_TL.shape[:1]:
+        raise ValueError(
+            f"token ids should be [{logits_TL.shape[0]}], one per row of the logits, "
+            f"got {list(token_ids.shape)}"
+        )
+    if token_ids.device != logits_TL.device:
+        raise ValueError(
+            f"token ids are on {token_ids.device}, the logits on {logits_TL.device}; "
+            "pass both on one device"
+        )
+    outside = (token_ids < 0) | (token_ids >= vocab_size)
+    if outside.any():
+        row = int(outside.nonzero()[0])
+        raise ValueError(
+            f"row {row}: token id {int(token_ids[row])} is outside the vocabulary [0, {vocab_size})"
+        )
+    return token_ids.long()
+
+
+def _checked_temperature(temperature: float) -> float:
+    """The temperature rounded to float32, since logits are divided by a float32."""
+    value = float(torch.tensor(temperature, dtype=torch.float32))
+    if not 0 < value < math.inf:
+        raise ValueError(f"temperature should be a finite float32 above 0, got {temperature}")
+    return value
+
+
+def float32_bits(value: float) -> int:
+    """The bits of a float32 as an integer."""
+    return int(struct.unpack("<i", struct.pack("<f", value))[0])
