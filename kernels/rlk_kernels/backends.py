@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rlk_kernels.expsum import State
 
-DEVICES: dict[str, tuple[str, ...] | None] = {"reference": None}
+DEVICES = {"reference": None, "cpu": ("cpu",)}
 """Device types that a backend runs on; None is any."""
 
 
@@ -44,7 +44,7 @@ def backend_id(backend: str, device: torch.device | str) -> str:
     """
     device_type = torch.device(device).type
     if backend == "auto":
-        return "reference"
+        return "cpu" if device_type == "cpu" else "reference"
     if backend not in DEVICES:
         raise ValueError(f"no backend {backend!r}; pass one of {', '.join(['auto', *DEVICES])}")
     devices = DEVICES[backend]
