@@ -89,13 +89,13 @@ def gather_state(header: Header, state: State, group: dist.ProcessGroup) -> Stat
     rows = _pack(state).cpu()
     first = torch.zeros(FIRST_ROWS, ROW_WORDS, dtype=torch.int64)
     first[: len(rows)] = rows[:FIRST_ROWS]
-    messages = _all_gather(torch.cat([header.words(), first.flatten()]), group)
+    messages = all_gather_words(torch.cat([header.words(), first.flatten()]), group)
     error = group_error([Header.from_words(words[:HEADER_WORDS]) for words in messages])
     if error is not None:
         raise ValueError(error)
     parts = [words[HEADER_WORDS:].view(FIRST_ROWS, ROW_WORDS)[: len(rows)] for words in messages]
     if len(rows) > FIRST_ROWS:
-        others = _all_gather(rows[FIRST_ROWS:], group)
+        others = all_gather_words(rows[FIRST_ROWS:], group)
         parts = [torch.cat(pair) for pair in zip(parts, others, strict=True)]
     return reduce(merge, (_unpack(part, state.top.device) for part in parts))
 
@@ -104,7 +104,7 @@ def group_failure(error: Exception, group: dist.ProcessGroup) -> ValueError:
     """The error that every rank raises, once they have been told of this rank's."""
     header = Header(error=str(error) or type(error).__name__)
     nothing = torch.zeros(FIRST_ROWS * ROW_WORDS, dtype=torch.int64)
-    messages = _all_gather(torch.cat([header.words(), nothing]), group)
+    messages = all_gather_words(torch.cat([header.words(), nothing]), group)
     return ValueError(group_error([Header.from_words(words[:HEADER_WORDS]) for words in messages]))
 
 
@@ -147,8 +147,8 @@ def _gap(start: int, end: int, before: str, after: str) -> str:
     )
 
 
-def _all_gather(words: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """Every rank's tensor of one shape, on the CPU."""
+def all_gather_words(words: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """Every rank's int64 tensor of one shape, on the CPU, rank by rank."""
     on_gpu = "nccl" in dist.get_backend(group)
     sent = words.to(torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu")
     received = [torch.empty_like(sent) for _ in range(dist.get_world_size(group))]

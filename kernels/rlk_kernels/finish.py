@@ -73,7 +73,7 @@ def finish_where_valid(state: State) -> tuple[SelectedLogprob, Tensor]:
     status = row_status(state)
     is_ok = status == RowStatus.OK
     total = row_sum(state)
-    lse = _log(*total).float()
+    lse = natural_log(*total).float()
     logprob = _logprob(state, total)
     zero = torch.zeros_like(lse)
     # adding 0 turns -0 into +0
@@ -120,7 +120,7 @@ def row_sum(state: State) -> RowSum:
     folded = _fold(state.bins)
     folded = torch.where(folded > 0, folded, 1.0)
     unit = (state.top.double() - (NUM_BINS - 1)) * BIN_WIDTH - MANTISSA_BITS
-    mantissa, exponent = _split(folded)
+    mantissa, exponent = split(folded)
     return RowSum(mantissa, exponent + torch.where(state.bins[:, 0] > 0, unit, 0.0))
 
 
@@ -139,12 +139,12 @@ def _logprob(state: State, total: RowSum) -> Tensor:
     one = torch.ones_like(total.mantissa)
     others = torch.where(is_near, _fold(state.bins - target_bins), one)
     ratio = others / torch.where(is_near, _fold(target_bins), one)
-    small = _atanh2(ratio / (ratio + 2.0))
-    large = _log(*_split(ratio + 1.0))
+    small = atanh2(ratio / (ratio + 2.0))
+    large = natural_log(*split(ratio + 1.0))
     near = -torch.where(ratio < SQRT2_MINUS_1, small, large).float()
-    target_mantissa, target_exponent = _split(mantissa.double())
+    target_mantissa, target_exponent = split(mantissa.double())
     target_exponent = target_exponent + (power.double() - MANTISSA_BITS)
-    far = (_log(target_mantissa, target_exponent) - _log(*total)).float()
+    far = (natural_log(target_mantissa, target_exponent) - natural_log(*total)).float()
     return torch.where(is_masked, -torch.inf, torch.where(is_near, near, far))
 
 
@@ -155,7 +155,7 @@ def _fold(bins: Tensor) -> Tensor:
     return (bins[:, 0] * width + bins[:, 1]) * width + bins[:, 2]
 
 
-def _split(x: Tensor) -> RowSum:
+def split(x: Tensor) -> RowSum:
     """x as mantissa * 2**exponent with the mantissa in [sqrt(1/2), sqrt(2)); exact."""
     mantissa, exponent = torch.frexp(x)
     is_low = mantissa < SQRT_HALF
@@ -164,13 +164,13 @@ def _split(x: Tensor) -> RowSum:
     )
 
 
-def _log(mantissa: Tensor, exponent: Tensor) -> Tensor:
+def natural_log(mantissa: Tensor, exponent: Tensor) -> Tensor:
     """Natural logarithm of mantissa * 2**exponent."""
-    series = _atanh2((mantissa - 1.0) / (mantissa + 1.0))
+    series = atanh2((mantissa - 1.0) / (mantissa + 1.0))
     return exponent * LN2_D_HI + (series + exponent * LN2_D_LO)
 
 
-def _atanh2(s: Tensor) -> Tensor:
+def atanh2(s: Tensor) -> Tensor:
     """2 * atanh(s) = log((1 + s) / (1 - s)), for abs(s) at most 0.1716."""
     q = s * s
     series = torch.full_like(s, 1.0 / (2 * ATANH_TERMS - 1))

@@ -88,10 +88,35 @@ def selected_logprob(
         ValueError: On every rank of the group alike, naming the rank and the row, if any rank's
             logits, ids or bounds break the contract, or a row has no logprob.
     """
+    shard, state = vocabulary_state(
+        logits_TL,
+        token_ids_T,
+        vocab_size=vocab_size,
+        vocab_start=vocab_start,
+        group=group,
+        temperature=temperature,
+        backend=backend,
+    )
+    values, total = finish(state), row_sum(state)
+    logprob, lse = _WithGradient.apply(logits_TL, shard, values, total)  # type: ignore[no-untyped-call]
+    return SelectedLogprob(logprob=logprob, lse=lse)
+
+
+def vocabulary_state(
+    logits_TL: Tensor,
+    token_ids: Tensor,
+    *,
+    vocab_size: int,
+    vocab_start: int,
+    group: dist.ProcessGroup | None,
+    temperature: float,
+    backend: str,
+) -> tuple[ShardInput, State]:
+    """This rank's checked shard and the state of the whole vocabulary; as `selected_logprob`."""
     try:
         shard = checked_input(
             logits_TL,
-            token_ids_T,
+            token_ids,
             vocab_start=vocab_start,
             vocab_size=vocab_size,
             temperature=temperature,
@@ -106,9 +131,7 @@ def selected_logprob(
         state = gather_state(header, state, group)
     elif (gap := coverage_error([(header.start, header.end)], vocab_size)) is not None:
         raise ValueError(gap)
-    values, total = finish(state), row_sum(state)
-    logprob, lse = _WithGradient.apply(logits_TL, shard, values, total)  # type: ignore[no-untyped-call]
-    return SelectedLogprob(logprob=logprob, lse=lse)
+    return shard, state
 
 
 def _shard_state(shard: ShardInput) -> State:
