@@ -1,4 +1,4 @@
-"""The tiny Qwen3 is deterministic, loads offline, speaks peaked text; its tokenizer is the real one."""
+"""The tiny Qwen3 is deterministic, loads offline, speaks peaked text; the tokenizer is Qwen3's."""
 
 import json
 import unicodedata
