@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rlk_adapters.vllm_identity import layout_of, logits_dtype, provenance_of
+from rlk_adapters.vllm_numba import give_library_a_dict
 from rlk_adapters.vllm_recorder import Recorder
 from rlk_adapters.vllm_settings import CaptureSettings
 from rlk_adapters.vllm_support import check_supported, find_head, find_processor
@@ -23,6 +24,7 @@ def install(worker: Any, settings: CaptureSettings) -> Recorder:
         UnsupportedEngine: If the engine runs in a way that the capture does not know.
         UnusableInput: If the worker's folder exists already, or the model has no digest.
     """
+    give_library_a_dict()
     check_supported(worker)
     model = worker.model_runner.get_model()
     processor = find_processor(model)

@@ -22,18 +22,19 @@ def register() -> None:
     cannot be sealed.
     """
     try:
-        settings = settings_from_environment()
-        if settings is None:
+        if settings_from_environment() is None:
             return
         from rlk_adapters.vllm_identity import remember_launch
+        from rlk_adapters.vllm_numba import give_library_a_dict
 
         remember_launch()
-        _wrap_workers(settings)
+        give_library_a_dict()
+        _wrap_workers()
     except Exception as error:
         _complain(error)
 
 
-def _wrap_workers(settings: CaptureSettings) -> None:
+def _wrap_workers() -> None:
     """The one change of a class: every executor owns its worker through this wrapper."""
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
@@ -44,7 +45,9 @@ def _wrap_workers(settings: CaptureSettings) -> None:
     @functools.wraps(original)
     def initialize_from_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
-        install_or_complain(self.worker, settings)
+        # read again: a later engine of this process may capture elsewhere, or not at all
+        if (settings := settings_from_environment()) is not None:
+            install_or_complain(self.worker, settings)
         return result
 
     setattr(initialize_from_config, WRAPPED_MARK, True)
