@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-LIMB_BITS = 32
+LIMB_SHIFT = 5
+LIMB_BITS = 1 << LIMB_SHIFT
 NUM_LIMBS = 9
 """32-bit limbs that the largest float32 reaches, counted from 2**-149."""
 MAX_VALUES = 1 << 31
@@ -68,11 +69,11 @@ def sum_state(values: Tensor, dim: int | None = None) -> SumState:
             "math.fsum adds float64 exactly"
         )
     values = values.detach()
-    _check_finite(values)
     moved = values.reshape(-1) if dim is None else values.movedim(dim, -1)
-    state = empty_sum(tuple(moved.shape[:-1]), values.device)
-    # the count is checked before the limbs could overflow
-    state = SumState(limbs=state.limbs, num_values=moved.shape[-1])
+    limbs = empty_sum(tuple(moved.shape[:-1]), values.device).limbs
+    # made first, as it checks the count before the limbs could overflow
+    state = SumState(limbs=limbs, num_values=moved.shape[-1])
+    _check_finite(values)
     if moved.numel():
         add_values(state.limbs.view(-1, NUM_LIMBS), moved.reshape(-1, moved.shape[-1]))
     return state
@@ -155,9 +156,9 @@ def _add_tile(limbs_RK: Tensor, values_RC: Tensor) -> None:
     # subnormal values share the exponent of the smallest normal ones and have no leading bit
     mantissa = ((bits & 0x7FFFFF) | ((exponent > 0).int() << 23)).long()
     shift = (exponent.clamp(min=1) - 1).long()
-    limb = shift // LIMB_BITS
+    limb = shift >> LIMB_SHIFT
     # at most 24 + 31 bits
-    placed = mantissa << (shift % LIMB_BITS)
+    placed = mantissa << (shift & (LIMB_BITS - 1))
     is_negative = bits < 0
     low, high = placed & MASK, placed >> LIMB_BITS
     limbs_RK.scatter_add_(1, limb, torch.where(is_negative, -low, low))
