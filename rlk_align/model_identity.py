@@ -72,7 +72,7 @@ def tensor_line(name: str, tensor: torch.Tensor) -> bytes:
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy()
     digest = hashlib.sha256()
     for start in range(0, flat.size, HASH_BYTES):
-        digest.update(flat[start : start + HASH_BYTES])
+        digest.update(flat[start : start + HASH_BYTES].data)
     dtype = str(tensor.dtype).removeprefix("torch.")
     return (json.dumps([name, dtype, list(tensor.shape), digest.hexdigest()]) + "\n").encode()
 

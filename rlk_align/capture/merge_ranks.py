@@ -59,6 +59,8 @@ def merge_ranks(
     """
     index = {label: i for i, label in enumerate(sequences.labels)}
     per_rank = [_last_rows(parts, index, rank) for rank, parts in enumerate(ranks)]
+    for rank, columns in enumerate(per_rank):
+        _check_state(columns, layout.real_bounds(rank), rank)
     keys = torch.cat([columns["key"] for columns in per_rank]).unique()
     shared: Columns = {}
     state, all_ranks = empty_state(len(keys)), torch.ones(len(keys), dtype=torch.bool)
@@ -109,6 +111,19 @@ def _last_rows(parts: list[PartColumns], index: dict[str, int], rank: int) -> Co
         raise UnusableInput(f"rank {rank} holds two rows of one step for one token")
     last = torch.cat([~same_key, torch.ones(min(len(order), 1), dtype=torch.bool)])
     return {name: tensor[last] for name, tensor in rows.items()}
+
+
+def _check_state(columns: Columns, bounds: tuple[int, int], rank: int) -> None:
+    """A state that claims a target of other columns, or a negative sum, is not ours to finish."""
+    owned = (columns["token_id"] >= bounds[0]) & (columns["token_id"] < bounds[1])
+    wrong = (columns["has_target"] != owned) | (columns["state_bins"] < 0).any(dim=1)
+    if wrong.any():
+        row = int(wrong.nonzero()[0, 0])
+        raise UnusableInput(
+            f"rank {rank}, position {int(columns['position'][row])}, token id "
+            f"{int(columns['token_id'][row])}: the state is not one of columns "
+            f"[{bounds[0]}, {bounds[1]}); write has_target and the bins as the format says"
+        )
 
 
 def _agree_or_raise(

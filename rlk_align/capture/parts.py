@@ -3,28 +3,49 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
-from rlk_align.capture.rows import SCHEMA, SMALL_COLUMNS
+from rlk_align.capture.rows import SCHEMA, SMALL_COLUMNS, ReportedStatus
 from rlk_align.capture.writer import Prompt
 from rlk_align.errors import UnusableInput
 from rlk_align.files import sha256_of_file
 
+PART_PATH = re.compile(r"dp\d+-tp(\d+)/[^/]+")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartEntry:
-    """A part as the index of its worker lists it."""
+    """A part as the index of its worker lists it.
+
+    Raises:
+        UnusableInput: If the path is not that of a file in a worker's folder.
+    """
 
     path: str
     """Relative to the capture, such as ``dp0-tp1/part-00000.safetensors``."""
     sha256: str
     bytes: int
     rows: int
+
+    def __post_init__(self) -> None:
+        if not PART_PATH.fullmatch(self.path):
+            raise UnusableInput(
+                f"part {self.path!r}: a path like dp0-tp1/part-00000.safetensors is expected"
+            )
+
+    @property
+    def tp_rank(self) -> int:
+        """The tensor-parallel rank in the folder's name."""
+        folder = PART_PATH.fullmatch(self.path)
+        assert folder is not None
+        return int(folder[1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,11 +84,26 @@ def read_columns(directory: Path, entry: PartEntry) -> PartColumns:
     """The small columns of a verified part.
 
     Raises:
-        UnusableInput: If a column is missing or has another dtype or length than it should.
+        UnusableInput: If the part is no safetensors file, or a column is missing or has another
+            dtype, length or range than it should.
     """
-    path = directory / entry.path
-    with safe_open(path, framework="pt") as part:
-        metadata = part.metadata() or {}
+    try:
+        metadata, tensors = _metadata_and_columns(directory, entry)
+        labels = json.loads(metadata["labels"])
+        prompts = _prompts(json.loads(metadata["prompts"]), tensors.pop("prompt_token_ids"))
+    except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
+        raise UnusableInput(
+            f"{entry.path}: not a part ({error}); docs/capture-format.md says what it must hold"
+        ) from None
+    _check_columns(tensors, entry, len(labels))
+    return PartColumns(labels=labels, columns=tensors, prompts=prompts)
+
+
+def _metadata_and_columns(
+    directory: Path, entry: PartEntry
+) -> tuple[Mapping[str, str], dict[str, torch.Tensor]]:
+    with safe_open(directory / entry.path, framework="pt") as part:
+        metadata: Mapping[str, str] = part.metadata() or {}
         if metadata.get("schema") != SCHEMA:
             raise UnusableInput(
                 f"{entry.path}: schema {metadata.get('schema')!r}; this version reads {SCHEMA!r}"
@@ -76,9 +112,10 @@ def read_columns(directory: Path, entry: PartEntry) -> PartColumns:
         needed = {*SMALL_COLUMNS, "prompt_token_ids"} if entry.rows else {"prompt_token_ids"}
         if missing := sorted(needed - present):
             raise UnusableInput(f"{entry.path}: no tensor {missing[0]!r}")
-        tensors = {name: part.get_tensor(name) for name in needed}
-    labels = json.loads(metadata["labels"])
-    prompts = _prompts(json.loads(metadata["prompts"]), tensors.pop("prompt_token_ids"))
+        return metadata, {name: part.get_tensor(name) for name in needed}
+
+
+def _check_columns(tensors: dict[str, torch.Tensor], entry: PartEntry, num_labels: int) -> None:
     for name, tensor in tensors.items():
         dtype, tail = SMALL_COLUMNS[name]
         if tensor.dtype != dtype or tensor.shape != (entry.rows, *tail):
@@ -86,7 +123,19 @@ def read_columns(directory: Path, entry: PartEntry) -> PartColumns:
                 f"{entry.path}: {name} is {tensor.dtype} {tuple(tensor.shape)}, but {dtype} "
                 f"{(entry.rows, *tail)} is expected"
             )
-    return PartColumns(labels=labels, columns=tensors, prompts=prompts)
+    if not entry.rows:
+        return
+    for name, end in (
+        ("sequence", num_labels),
+        ("position", torch.iinfo(torch.int32).max),
+        ("reported_status", len(ReportedStatus)),
+    ):
+        outside = (tensors[name] < 0) | (tensors[name] >= end)
+        if outside.any():
+            row = int(outside.nonzero()[0, 0])
+            raise UnusableInput(
+                f"{entry.path}, row {row}: {name} {int(tensors[name][row])} is not in [0, {end})"
+            )
 
 
 def read_logits(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,10 @@ __all__ = ["Capture", "LogitsBlock", "TokenRows", "open_capture"]
 class LogitsBlock:
     """Some rows of one rank's logits, with the state that was recorded for them."""
 
-    place: str
-    """Part and first row, for messages."""
+    path: str
+    """The part, relative to the capture."""
+    first_row: int
+    """Row of the part that the block begins with."""
     tp_rank: int
     vocab_start: int
     token_id: torch.Tensor
@@ -65,15 +67,21 @@ class Capture:
             verify_part(self.directory, entry)
             part = read_columns(self.directory, entry)
             if entry.rows:
-                ranks[_tp_rank(entry)].append(part)
+                ranks[entry.tp_rank].append(part)
         return merge_ranks(ranks, self.sequences, self.layout)
 
-    def logits_blocks(self, *, rows: int = 64) -> Iterator[LogitsBlock]:
-        """Stream all captured logits, at most ``rows`` rows at a time."""
-        for entry in self.parts:
+    def logits_blocks(
+        self, parts: Sequence[PartEntry] | None = None, *, rows: int = 64
+    ) -> Iterator[LogitsBlock]:
+        """Stream the captured logits of ``parts`` (default: all), at most ``rows`` rows at once.
+
+        Raises:
+            UnusableInput: If a part is inconsistent; `tokens` is what verifies the bytes.
+        """
+        for entry in self.parts if parts is None else parts:
             if not entry.rows:
                 continue
-            start, end = self.layout.real_bounds(_tp_rank(entry))
+            start, end = self.layout.real_bounds(entry.tp_rank)
             columns = read_columns(self.directory, entry).columns
             for first in range(0, entry.rows, rows):
                 last = min(first + rows, entry.rows)
@@ -81,8 +89,9 @@ class Capture:
                 if logits is None:
                     break
                 yield LogitsBlock(
-                    place=f"{entry.path}, row {first}",
-                    tp_rank=_tp_rank(entry),
+                    path=entry.path,
+                    first_row=first,
+                    tp_rank=entry.tp_rank,
                     vocab_start=start,
                     token_id=columns["token_id"][first:last],
                     logits=logits,
@@ -97,6 +106,8 @@ def open_capture(directory: Path) -> Capture:
         UnusableInput: If it is not sealed, is of another schema, or its manifest or sequence
             table is inconsistent.
     """
+    if not directory.is_dir():
+        raise UnusableInput(f"{directory}: no such directory; give the directory of a capture")
     if not (directory / MANIFEST_FILE).is_file():
         raise UnusableInput(
             f"{directory} is not a sealed capture (no {MANIFEST_FILE}); finish the run, or seal it "
@@ -117,7 +128,7 @@ def open_capture(directory: Path) -> Capture:
         if sha256_of_file(sequences_file) != manifest["sequences"]["sha256"]:
             raise UnusableInput(f"{sequences_file.name}: its SHA-256 is not the recorded one")
         layout = layout_from_bounds(manifest["layout"]["vocab_size"], manifest["layout"]["bounds"])
-        return Capture(
+        capture = Capture(
             directory=directory,
             role=manifest["role"],
             layout=layout,
@@ -132,8 +143,26 @@ def open_capture(directory: Path) -> Capture:
         raise UnusableInput(
             f"{directory / MANIFEST_FILE}: incomplete manifest ({error!r})"
         ) from None
+    _check_consistent(capture)
+    return capture
 
 
-def _tp_rank(entry: PartEntry) -> int:
-    """The tensor-parallel rank in a part's folder, ``dp0-tp1``."""
-    return int(entry.path.split("/")[0].rpartition("tp")[2])
+def _check_consistent(capture: Capture) -> None:
+    """What a hand-written capture may get wrong and a sealed one of ours cannot."""
+    if capture.role not in ("rollout", "trainer"):
+        raise UnusableInput(
+            f"{capture.directory}: role {capture.role!r}; rollout or trainer is expected"
+        )
+    for entry in capture.parts:
+        if entry.tp_rank >= capture.layout.tp_size:
+            raise UnusableInput(
+                f"{entry.path}: rank {entry.tp_rank}, but the layout has {capture.layout.tp_size} "
+                "ranks"
+            )
+    for label, ids in zip(capture.sequences.labels, capture.sequences.token_ids, strict=True):
+        for position, token_id in enumerate(ids):
+            if not 0 <= token_id < capture.layout.vocab_size:
+                raise UnusableInput(
+                    f"sequence {label!r}, position {position}: token id {token_id} is outside the "
+                    f"vocabulary [0, {capture.layout.vocab_size})"
+                )

@@ -16,6 +16,9 @@ from rlk_align.errors import UnusableInput
 from rlk_align.files import canonical_json, read_json, sha256_of_file, write_atomically
 
 MANIFEST_FILE = "capture.json"
+WORKER_FIELDS = {
+    "role", "worker", "layout", "provenance", "weights", "parts", "lost", "closed",
+}  # fmt: skip
 Progress = Callable[[Iterable[Any]], Iterable[Any]]
 TokenTexts = Callable[[Iterable[int]], Mapping[int, str]]
 
@@ -143,6 +146,8 @@ def _read_workers(directory: Path) -> list[dict[str, Any]]:
             raise UnusableInput(
                 f"{name}: schema {worker.get('schema')!r}; this version reads {SCHEMA!r}"
             )
+        if absent := sorted(WORKER_FIELDS - worker.keys()):
+            raise UnusableInput(f"{name}: {WORKER_FILE} has no field {absent[0]!r}")
         if not worker["closed"]:
             raise UnusableInput(
                 f"{name}: the worker did not finish; flush and close it, or run it again"

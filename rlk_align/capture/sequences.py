@@ -69,7 +69,8 @@ class SequenceTable:
             "sampling": json.dumps(self.sampling, sort_keys=True, allow_nan=False),
             "token_texts": json.dumps({str(i): t for i, t in sorted(self.token_texts.items())}),
         }
-        return save(tensors, metadata)
+        content: bytes = save(tensors, metadata)
+        return content
 
 
 def read_sequences(path: Path) -> SequenceTable:

@@ -192,4 +192,5 @@ def _part(pending: list[Rows], prompts: dict[str, Prompt]) -> bytes:
         "labels": json.dumps(labels),
         "prompts": json.dumps(new, sort_keys=True, allow_nan=False),
     }
-    return save({name: tensor.contiguous() for name, tensor in tensors.items()}, metadata)
+    content: bytes = save({name: t.contiguous() for name, t in tensors.items()}, metadata)
+    return content

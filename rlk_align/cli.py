@@ -1,0 +1,137 @@
+"""The ``rlk-align`` command: reads captures, imports no engine."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import click
+
+from rlk_align.errors import UnusableInput
+
+COMPARE_EPILOG = """
+\b
+Example: rlk-align compare captures/rollout captures/trainer --limit 0.02
+Exit: 0 aligned, 1 drifted, 2 unusable input, 3 inconclusive (not all was observed).
+--json prints one object a line: {"kind": "summary", ...}, four {"kind": "term", ...}
+and the worst tokens, {"kind": "token", ...}, with the fields of report.json.
+"""
+HELP = {"help_option_names": ["-h", "--help"]}
+DIRECTORY = click.Path(path_type=Path)
+
+
+@click.group(context_settings=HELP, epilog="Example: rlk-align compare rollout trainer")
+@click.version_option(package_name="rlk-align")
+def command() -> None:
+    """Do a rollout engine and a trainer agree, token by token, and if not, why?"""
+
+
+@command.command(epilog=COMPARE_EPILOG)
+@click.argument("rollout", type=DIRECTORY)
+@click.argument("trainer", type=DIRECTORY)
+@click.option("--limit", type=click.FloatRange(0), metavar="NATS",
+              help="Largest mean |d| that is aligned [0.02].")  # fmt: skip
+@click.option("--limit-max", type=click.FloatRange(0), metavar="NATS",
+              help="Largest |d| of one token that is aligned [1].")  # fmt: skip
+@click.option("--out", type=DIRECTORY, default=Path("rlk-report"), metavar="DIR",
+              help="For report.json and tokens.parquet [rlk-report].")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="JSON lines on stdout, not tables.")
+@click.option("--worst", type=click.IntRange(0), default=10, metavar="N",
+              help="How many of the worst tokens to show [10].")  # fmt: skip
+@click.option("--allow-different-weights", is_flag=True, help="Compare other weights, too.")
+@click.option("--no-audit", is_flag=True, help="Do not recompute states from the logits.")
+@click.option("--no-parquet", is_flag=True, help="Do not write tokens.parquet.")
+@click.pass_context
+def compare(
+    context: click.Context,
+    rollout: Path,
+    trainer: Path,
+    limit: float | None,
+    limit_max: float | None,
+    out: Path,
+    as_json: bool,
+    worst: int,
+    allow_different_weights: bool,
+    no_audit: bool,
+    no_parquet: bool,
+) -> None:
+    """How far apart two captures of the same tokens are, and where the difference comes from.
+
+    ROLLOUT and TRAINER are sealed captures. d = trainer - rollout, in nats, per token. Two
+    captures of one role may be compared, too: then d = second - first.
+    """
+    from rlk_align.comparison import compare_captures
+    from rlk_align.progress import bars
+    from rlk_align.report.parquet import check_parquet
+    from rlk_align.report.publish import publish
+    from rlk_align.verdict import limits_of
+
+    if not no_parquet:
+        check_parquet()
+    comparison = compare_captures(
+        rollout,
+        trainer,
+        limits=limits_of(limit, limit_max),
+        num_worst=worst,
+        allow_different_weights=allow_different_weights,
+        audit=not no_audit,
+        track=bars,
+    )
+    publish(comparison, out, as_json=as_json, parquet=not no_parquet)
+    context.exit(int(comparison.verdict.outcome))
+
+
+@command.command(epilog="Example: rlk-align inspect captures/rollout")
+@click.argument("capture", type=DIRECTORY)
+def inspect(capture: Path) -> None:
+    """What a capture holds: engine, layout, sequences, tokens, parts, what is missing."""
+    from rlk_align.progress import bars
+    from rlk_align.report.inspection import print_inspection
+    from rlk_align.report.tables import console_for
+
+    print_inspection(capture, console_for(sys.stdout), track=bars)
+
+
+@command.command(epilog="Example: rlk-align seal captures/rollout")
+@click.argument("capture", type=DIRECTORY)
+def seal(capture: Path) -> None:
+    """Turn what closed workers wrote into one capture."""
+    from rlk_align.capture import seal_capture
+    from rlk_align.progress import bars
+
+    click.echo(f"sealed: {seal_capture(capture, progress=bars('sealing'))}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; returns the exit status."""
+    return run(command, argv, "rlk-align")
+
+
+def run(entry: click.Command, argv: list[str] | None, name: str) -> int:
+    """Run a click command of ours: one sentence on stderr for what its user can mend."""
+    try:
+        status = entry.main(args=argv, prog_name=name, standalone_mode=False)
+        return status if isinstance(status, int) else 0
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message())
+        return 2
+    except (KeyboardInterrupt, click.Abort):
+        return _complain(name, "interrupted", 130)
+    except click.ClickException as error:
+        return _complain(name, error.format_message(), 2)
+    except BrokenPipeError:
+        # whoever read our output has enough; the interpreter must not flush into the pipe again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except (UnusableInput, OSError) as error:
+        return _complain(name, str(error), 2)
+
+
+def _complain(name: str, sentence: str, status: int) -> int:
+    print(f"{name}: {sentence}", file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

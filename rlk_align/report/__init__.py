@@ -1,0 +1,1 @@
+"""A comparison as a person reads it on a terminal, as JSON, and as a table of tokens."""
