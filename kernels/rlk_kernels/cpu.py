@@ -48,11 +48,11 @@ def expsum_state(
     if num_columns == 0:
         return state
     bits, stride = _row_bits(logits_TL)
-    top, bins, invalid = state.top.numpy(), state.bins.numpy(), state.invalid_column.numpy()
+    outputs = (state.top.numpy(), state.bins.numpy(), state.invalid_column.numpy())
     heat = np.float32(temperature)
 
     def work(rows: Range) -> None:
-        row_states(bits, stride, num_columns, vocab_start, heat, rows, top, bins, invalid)
+        row_states(bits, stride, num_columns, vocab_start, heat, rows, outputs)
 
     _over_rows(logits_TL.shape, work)
     column = token_ids - vocab_start

@@ -5,10 +5,9 @@ it never reorders a float sum. Here the lanes are said: a tile adds at most 256 
 float64, which is exact, as 256 * 2**44.5 < 2**53. On narrower registers LLVM splits the vectors and
 the bits stay, as no operation is fused and no sum rounds.
 
-Lanes and rows share this file because numba's cache notices only changes of a kernel's own file.
+The exponential and its callers share a file: numba's cache notices only changes of a kernel's own.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -32,7 +31,6 @@ from rlk_kernels.expsum import (
 )
 from rlk_kernels.lanes import (
     DOUBLES,
-    FLAGS,
     FLOATS,
     INTS,
     LANES,
@@ -40,11 +38,11 @@ from rlk_kernels.lanes import (
     all_lanes,
     lane_sum,
     larger,
-    largest_lane,
-    narrowed,
+    load_tile,
+    prefetch,
     splat,
+    store_tile,
     vector_pointer,
-    widened,
 )
 
 TILE = LANES * 256
@@ -61,55 +59,16 @@ def jit(function: Function) -> Function:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def load_tile(typingctx: Any, source: Any, tile: Any, num_vectors: Any) -> Any:
-    """Widen the logits' bits into the float32 tile; the largest valid one, and is any invalid."""
-    result = types.Tuple((types.float32, types.boolean))
-
-    def codegen(context: Any, build: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        from_ptr, to_ptr = (vector_pointer(context, build, signature, args, i) for i in (0, 1))
-        largest = cgutils.alloca_once_value(build, all_lanes(FLOATS, -math.inf))
-        invalid = cgutils.alloca_once_value(build, all_lanes(FLAGS, 0))
-        with cgutils.for_range(build, args[2]) as loop:
-            bits = build.load(build.gep(from_ptr, [loop.index]), align=2)
-            z = widened(build, bits, source.dtype)
-            build.store(z, build.gep(to_ptr, [loop.index]), align=4)
-            # unordered: true of NaN
-            is_bad = build.fcmp_unordered(">", z, all_lanes(FLOATS, LIMIT))
-            build.store(build.or_(build.load(invalid), is_bad), invalid)
-            build.store(larger(build, z, build.load(largest)), largest)
-        flags = build.bitcast(build.load(invalid), ir.IntType(LANES))
-        any_invalid = build.icmp_unsigned("!=", flags, flags.type(0))
-        values = [largest_lane(build, build.load(largest)), any_invalid]
-        return context.make_tuple(build, signature.return_type, values)
-
-    return result(source, tile, types.int64), codegen
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def store_tile(typingctx: Any, tile: Any, target: Any, num_vectors: Any) -> Any:
-    """Round the float32 tile to the target's type, to nearest even."""
-
-    def codegen(context: Any, build: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        from_ptr, to_ptr = (vector_pointer(context, build, signature, args, i) for i in (0, 1))
-        with cgutils.for_range(build, args[2]) as loop:
-            value = build.load(build.gep(from_ptr, [loop.index]), align=4)
-            bits = narrowed(build, value, target.dtype)
-            build.store(bits, build.gep(to_ptr, [loop.index]), align=2)
-        return context.get_dummy_value()
-
-    return types.void(tile, target, types.int64), codegen
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def tile_sums(typingctx: Any, tile: Any, num_vectors: Any, lowest_power: Any) -> Any:
+def tile_sums(typingctx: Any, tile: Any, num_vectors: Any, lowest_power: Any, ahead: Any) -> Any:
     """Integer sums of the tile's three bins, the highest first.
 
     ``lowest_power`` is 21 * (top - 2): columns below take no part, and none lies above top.
+    ``ahead`` are the logits read next, fetched into the cache meanwhile.
     """
     result = types.UniTuple(types.int64, NUM_BINS)
 
     def codegen(context: Any, build: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        pointer = vector_pointer(context, build, signature, args, 0)
+        pointer, next_ptr = (vector_pointer(context, build, signature, args, i) for i in (0, 3))
         lowest = build.trunc(args[2], ir.IntType(32))
         origin = build.fadd(build.sitofp(lowest, ir.FloatType()), ir.FloatType()(MAGIC))
         # a bin is below < n + MAGIC < above; LLVM makes one masked comparison of that, not of >=
@@ -119,6 +78,7 @@ def tile_sums(typingctx: Any, tile: Any, num_vectors: Any, lowest_power: Any) ->
         )
         sums = [cgutils.alloca_once_value(build, all_lanes(DOUBLES, 0.0)) for _ in range(NUM_BINS)]
         with cgutils.for_range(build, args[1]) as loop:
+            prefetch(build, build.gep(next_ptr, [loop.index]))
             z = build.load(build.gep(pointer, [loop.index]), align=4)
             shifted, p = _exponential(build, z)
             # p * 2**(n - lowest) by its bits; those of MAGIC leave with the shift
@@ -139,7 +99,7 @@ def tile_sums(typingctx: Any, tile: Any, num_vectors: Any, lowest_power: Any) ->
         ]
         return context.make_tuple(build, signature.return_type, values)
 
-    return result(tile, types.int64, types.int64), codegen
+    return result(tile, types.int64, types.int64, ahead), codegen
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -184,11 +144,13 @@ def row_states(
     vocab_start: int,
     temperature: Any,
     rows: Any,
-    top: Any,
-    bins: Any,
-    invalid_column: Any,
+    outputs: Any,
 ) -> None:
-    """Write the states of the rows [rows[0], rows[1]), which lie ``stride`` apart in source."""
+    """Write top, bins and invalid column of the rows [rows[0], rows[1]) into the outputs.
+
+    Rows lie ``stride`` apart in ``source``.
+    """
+    top, bins, invalid_column = outputs
     tile = np.empty(TILE, np.float32)
     for row in range(rows[0], rows[1]):
         row_top, high, middle, low = EMPTY_TOP, 0, 0, 0
@@ -207,7 +169,8 @@ def row_states(
             for _ in range(min(tile_top - row_top, NUM_BINS)):
                 high, middle, low = 0, high, middle
             row_top = max(row_top, tile_top)
-            sums = tile_sums(tile, num_vectors, BIN_WIDTH * (row_top - NUM_BINS + 1))
+            lowest_power = BIN_WIDTH * (row_top - NUM_BINS + 1)
+            sums = tile_sums(tile, num_vectors, lowest_power, source[begin + TILE :])
             high, middle, low = high + sums[0], middle + sums[1], low + sums[2]
         top[row] = row_top
         bins[row, 0], bins[row, 1], bins[row, 2] = high, middle, low

@@ -1,13 +1,18 @@
-"""Sixteen values at a time: the LLVM vectors of the CPU backend and their conversions.
+"""Sixteen values at a time: the LLVM vectors of the CPU backend, how they are read and written.
 
 The bits of logits travel as integers: uint32 is float32, uint16 bfloat16, int16 float16.
 """
 
+import math
 from functools import reduce
 from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from rlk_kernels.expsum import LIMIT
 
 LANES = 16
 
@@ -19,12 +24,61 @@ HALVES, FLOATS, DOUBLES = (
 BITS_OF_LOGITS = {types.uint32: INTS, types.uint16: SHORTS, types.int16: SHORTS}
 
 
+@intrinsic  # type: ignore[untyped-decorator]
+def load_tile(typingctx: Any, source: Any, tile: Any, num_vectors: Any) -> Any:
+    """Widen the logits' bits into the float32 tile; the largest valid one, and is any invalid."""
+    result = types.Tuple((types.float32, types.boolean))
+
+    def codegen(context: Any, build: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        from_ptr, to_ptr = (vector_pointer(context, build, signature, args, i) for i in (0, 1))
+        largest = cgutils.alloca_once_value(build, all_lanes(FLOATS, -math.inf))
+        invalid = cgutils.alloca_once_value(build, all_lanes(FLAGS, 0))
+        with cgutils.for_range(build, args[2]) as loop:
+            bits = build.load(build.gep(from_ptr, [loop.index]), align=2)
+            z = widened(build, bits, source.dtype)
+            build.store(z, build.gep(to_ptr, [loop.index]), align=4)
+            # unordered: true of NaN
+            is_bad = build.fcmp_unordered(">", z, all_lanes(FLOATS, LIMIT))
+            build.store(build.or_(build.load(invalid), is_bad), invalid)
+            build.store(larger(build, z, build.load(largest)), largest)
+        flags = build.bitcast(build.load(invalid), ir.IntType(LANES))
+        any_invalid = build.icmp_unsigned("!=", flags, flags.type(0))
+        values = [largest_lane(build, build.load(largest)), any_invalid]
+        return context.make_tuple(build, signature.return_type, values)
+
+    return result(source, tile, types.int64), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def store_tile(typingctx: Any, tile: Any, target: Any, num_vectors: Any) -> Any:
+    """Round the float32 tile to the target's type, to nearest even."""
+
+    def codegen(context: Any, build: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        from_ptr, to_ptr = (vector_pointer(context, build, signature, args, i) for i in (0, 1))
+        with cgutils.for_range(build, args[2]) as loop:
+            value = build.load(build.gep(from_ptr, [loop.index]), align=4)
+            bits = narrowed(build, value, target.dtype)
+            build.store(bits, build.gep(to_ptr, [loop.index]), align=2)
+        return context.get_dummy_value()
+
+    return types.void(tile, target, types.int64), codegen
+
+
 def vector_pointer(context: Any, build: ir.IRBuilder, signature: Any, args: Any, index: int) -> Any:
     """An argument array's data as a pointer to vectors."""
     array = signature.args[index]
     data = context.make_array(array)(context, build, args[index]).data
     vector = FLOATS if array.dtype == types.float32 else BITS_OF_LOGITS[array.dtype]
     return build.bitcast(data, vector.as_pointer())
+
+
+def prefetch(build: ir.IRBuilder, pointer: Any) -> None:
+    """Ask for what lies there; harmless beyond the end of an array."""
+    byte_ptr, flag = ir.IntType(8).as_pointer(), ir.IntType(32)
+    signature = ir.FunctionType(ir.VoidType(), [byte_ptr, flag, flag, flag])
+    function = build.module.declare_intrinsic("llvm.prefetch", (byte_ptr,), signature)
+    to_read, keep, data = flag(0), flag(3), flag(1)
+    build.call(function, [build.bitcast(pointer, byte_ptr), to_read, keep, data])
 
 
 def widened(build: ir.IRBuilder, bits: Any, dtype: Any) -> Any:
