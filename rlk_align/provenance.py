@@ -146,6 +146,8 @@ def git_state(directory: Path | None = None) -> str:
 def launch_command() -> list[str]:
     """The command line that the user typed, also in a worker that an engine spawned.
 
-    The first process of ours leaves it in the environment, where its children find it.
+    The first process of ours leaves it in the environment, where its children find it. Of the
+    interpreter only the name is kept: where it is installed changes nothing.
     """
-    return list(json.loads(os.environ.setdefault(COMMAND_VARIABLE, json.dumps(sys.orig_argv))))
+    ours = [Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]]
+    return list(json.loads(os.environ.setdefault(COMMAND_VARIABLE, json.dumps(ours))))
