@@ -12,12 +12,12 @@ from rlk_kernels.divergence import DivergenceSum, PairStatus, divergence
 
 VALUES = ("kl_pq", "kl_qp", "js", "tv")
 FIELDS = (*VALUES, "kl_pq_is_infinite", "kl_qp_is_infinite", "status")
-# of 3.4 units of 2**-24 in an exponential
-RELATIVE = 4e-7
+# an exponential errs by 1.5 units of 2**-24 (9e-8), in the column and in both rows' sums
+RELATIVE = 6e-7
 # half the square of what the two LSEs may err
 ABSOLUTE = 1e-13
 # differences of probabilities keep the exponentials' own error
-TV_ABSOLUTE = 3e-7
+TV_ABSOLUTE = 1e-7
 
 
 def random_rows(seed: int, num_tokens: int, vocab_size: int, scale: float = 3.0) -> torch.Tensor:
@@ -175,15 +175,15 @@ def random_shards(random, logits: torch.Tensor, vocab_size: int) -> list[tuple[i
     st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     st.sampled_from([1.0, 0.7]),
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_no_layout_tile_batch_or_swap_moves_a_bit(seed, random, dtype, temperature) -> None:
-    num_tokens, vocab_size = random.randint(1, 3), random.choice([1, 9, 130])
+    num_tokens, vocab_size = random.randint(1, 3), random.choice([1, 9, 80])
     p = masked_rows(seed, num_tokens, vocab_size).to(dtype)
     q = p.float() + random.choice([1e-3, 2.0]) * random_rows(seed + 2, num_tokens, vocab_size, 1)
     size = {"vocab_size": vocab_size}
     whole = divergence([(0, p)], [(0, q)], p_temperature=temperature, **size)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sum_state, "TILE_ELEMENTS", random.choice([1, 20, 1 << 14]))
+        patch.setattr(sum_state, "TILE_ELEMENTS", random.choice([7, 50, 1 << 14]))
         cut = divergence(
             random_shards(random, p, vocab_size),
             random_shards(random, q, vocab_size),
@@ -241,3 +241,20 @@ def test_what_does_not_match_is_refused() -> None:
         divergence([], [(0, q)], vocab_size=10)
     with pytest.raises(ValueError, match="only divergences of the same rows"):
         pair.merge(DivergenceSum(*states(p[:1], q[:1]), vocab_size=10))
+
+
+def test_columns_of_other_rows_than_the_states_are_refused() -> None:
+    p, q = random_rows(0, 3, 10), random_rows(1, 3, 10)
+    for call, message in (
+        ((p, q + torch.tensor([[0.0], [0.01], [0.0]])), "Q, row 1: the columns fed have a"),
+        ((p.flip(0), q), "P, row 0: the columns fed have a probability of"),
+        ((p + 4000, q), "P, row 0: "),
+    ):
+        pair = DivergenceSum(*states(p, q), vocab_size=10)
+        pair.add(*call, vocab_start=0)
+        with pytest.raises(ValueError, match=message):
+            pair.finish()
+    pair = DivergenceSum(*states(p, q), vocab_size=10, q_temperature=0.9)
+    pair.add(p, q, vocab_start=0)
+    with pytest.raises(ValueError, match=r"Q, row 0: .* pass the temperature"):
+        pair.finish()

@@ -65,7 +65,7 @@ def test_no_order_split_or_tile_moves_a_bit(numbers, random, tile_elements) -> N
     while len(states) > 1:
         a, b = (states.pop(random.randrange(len(states))) for _ in range(2))
         states.append(merge_sums(a, b))
-    assert torch.equal(states[0].limbs, whole.limbs)
+    assert torch.equal(states[0].bins, whole.bins)
     assert states[0].num_values == whole.num_values == len(numbers)
 
 
@@ -98,22 +98,33 @@ def test_hard_sums(numbers: list[float], expected: float) -> None:
     assert not total.signbit() or expected < 0
 
 
+@pytest.mark.parametrize("gap", [54, 60, 61, 62, 63, 64, 66, 75, 90, 93, 95, 96, 110])
+def test_whatever_lies_below_a_tie_breaks_it(gap: int) -> None:
+    # a leading bit in each place of a digit
+    top = 2.0 ** torch.arange(-20.0, 20.0)
+    for half, dtype in ((24, torch.float32), (53, torch.float64)):
+        numbers = torch.stack([top, top * 2.0**-half, top * 2.0**-gap], dim=1)
+        above = top.to(dtype) + top.to(dtype) * 2.0 ** (1 - half)
+        assert torch.equal(finish_sum(sum_state(numbers, 1), dtype), above)
+        assert torch.equal(finish_sum(sum_state(numbers[:, :2], 1), dtype), top.to(dtype))
+
+
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("value", [3.4028234663852886e38, 2.0**-149, 1.9999998807907104])
 def test_as_many_values_as_allowed_do_not_overflow(value: float, sign: int) -> None:
     one = sum_state(torch.tensor(sign * value))
-    full = SumState(limbs=one.limbs * MAX_VALUES, num_values=MAX_VALUES)
+    full = SumState(bins=one.bins * MAX_VALUES, num_values=MAX_VALUES)
     truth = Fraction(sign * float(np.float32(value))) * MAX_VALUES
     assert float(finish_sum(full, torch.float64)) == float(truth)
     with pytest.raises(ValueError, match="at most 2147483648 values, got 2147483649"):
         merge_sums(full, one)
 
 
-def test_full_limbs_carry() -> None:
-    largest = (2**32 - 1) * MAX_VALUES
+def test_full_bins_carry() -> None:
+    largest = (2**31 - 2**7) * MAX_VALUES
     for sign in (1, -1):
-        state = SumState(limbs=torch.full((9,), sign * largest), num_values=MAX_VALUES)
-        truth = Fraction(sign * largest * sum(2 ** (32 * k) for k in range(9)), 2**149)
+        state = SumState(bins=torch.full((32,), sign * largest), num_values=MAX_VALUES)
+        truth = Fraction(sign * largest * sum(2 ** (8 * k) for k in range(32)), 2**150)
         assert float(finish_sum(state, torch.float64)) == float(truth)
 
 

@@ -11,7 +11,8 @@ from rlk_kernels import RowStatus, expsum_state, merge, sum_state
 from rlk_kernels.entropy import entropy
 from rlk_kernels.row_statistics import RowStatisticsSum, row_statistics
 
-# of 3.4 units of 2**-24 in an exponential, and of the tail that the sum drops
+# an exponential errs by 1.5 units of 2**-24 (9e-8), in the column and in the row's sum; the tail
+# that the sum drops is absolute
 RELATIVE, ABSOLUTE = 3e-7, 1e-12
 
 
@@ -59,9 +60,9 @@ def random_cuts(random, vocab_size: int) -> list[tuple[int, int]]:
     st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     st.sampled_from([1.0, 0.7]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_no_cut_order_tile_or_batch_moves_a_bit(seed, random, dtype, temperature) -> None:
-    num_tokens, vocab_size, top_k = random.randint(1, 4), random.choice([1, 7, 150]), 5
+    num_tokens, vocab_size, top_k = random.randint(1, 4), random.choice([1, 7, 80]), 5
     padding = torch.full((num_tokens, 7), torch.nan)
     logits = torch.cat([random_rows(seed, num_tokens, vocab_size), padding], 1).to(dtype)
     ids = torch.tensor([random.randrange(vocab_size) for _ in range(num_tokens)])
@@ -70,7 +71,7 @@ def test_no_cut_order_tile_or_batch_moves_a_bit(seed, random, dtype, temperature
     whole = row_statistics(logits, ids, top_k=top_k, **settings_)
     ranges = random_cuts(random, vocab_size)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sum_state, "TILE_ELEMENTS", random.choice([1, 30, 1 << 14]))
+        patch.setattr(sum_state, "TILE_ELEMENTS", random.choice([7, 50, 1 << 14]))
         states = [
             expsum_state(logits[:, a:b], token_ids=ids, vocab_start=a, **settings_)
             for a, b in ranges
@@ -213,3 +214,12 @@ def test_columns_are_fed_once_each() -> None:
         RowStatisticsSum(state, ids, vocab_size=10, top_k=11)
     with pytest.raises(ValueError, match="same rows and top_k"):
         rows.merge(RowStatisticsSum(state, ids, vocab_size=10, top_k=2))
+
+
+def test_columns_of_other_rows_than_the_state_are_refused() -> None:
+    logits, ids = random_rows(0, 2, 20), torch.tensor([0, 0])
+    state = expsum_state(logits, token_ids=ids, vocab_size=20)
+    rows = RowStatisticsSum(state, ids, vocab_size=20, temperature=0.5)
+    rows.add(logits, vocab_start=0)
+    with pytest.raises(ValueError, match="row 0: the columns fed have a probability of"):
+        rows.finish()

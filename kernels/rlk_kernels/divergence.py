@@ -17,7 +17,7 @@ from rlk_kernels.column_ranges import ColumnRanges
 from rlk_kernels.divergence_terms import TERMS, divergence_terms
 from rlk_kernels.entropy import targets_unused
 from rlk_kernels.expsum import State, merge
-from rlk_kernels.probability import column_probabilities, row_norm
+from rlk_kernels.probability import check_mass, column_probabilities, row_norm
 from rlk_kernels.reference import divided
 from rlk_kernels.selected_logprob import expsum_state
 from rlk_kernels.shard_input import ShardInput, checked_input
@@ -99,7 +99,8 @@ class DivergenceSum:
         self._temperatures = p_temperature, q_temperature
         self._fed = ColumnRanges(vocab_size)
         num_tokens, device = p_state.num_tokens, p_state.top.device
-        self._limbs = empty_sum((len(TERMS), num_tokens), device).limbs
+        self._bins = empty_sum((len(TERMS), num_tokens), device).bins
+        self._masses = torch.zeros(2, num_tokens, dtype=torch.float64, device=device)
         self._only_p = torch.zeros(num_tokens, dtype=torch.bool, device=device)
         self._only_q = torch.zeros(num_tokens, dtype=torch.bool, device=device)
 
@@ -127,14 +128,15 @@ class DivergenceSum:
         Raises:
             ValueError: If both were fed some column, or their rows differ in number.
         """
-        if self._limbs.shape != other._limbs.shape:
+        if self._bins.shape != other._bins.shape:
             raise ValueError(
-                f"only divergences of the same rows merge; got {self._limbs.shape[1]} and "
-                f"{other._limbs.shape[1]} rows"
+                f"only divergences of the same rows merge; got {self._bins.shape[1]} and "
+                f"{other._bins.shape[1]} rows"
             )
         for start, end in other._fed.ranges:
             self._fed.add(start, end)
-        self._limbs += other._limbs
+        self._bins += other._bins
+        self._masses += other._masses
         self._only_p |= other._only_p
         self._only_q |= other._only_q
 
@@ -142,12 +144,14 @@ class DivergenceSum:
         """The divergences, once all columns were fed.
 
         Raises:
-            ValueError: If columns are missing.
+            ValueError: If columns are missing, or they are not those of the states.
         """
         self._fed.check_complete()
         status = _pair_status(*self._states)
         is_ok = status == PairStatus.OK
-        sums = SumState(limbs=self._limbs, num_values=self._fed.vocab_size)
+        check_mass(self._masses[0], is_ok, "P, ")
+        check_mass(self._masses[1], is_ok, "Q, ")
+        sums = SumState(bins=self._bins, num_values=self._fed.vocab_size)
         kl_pq, kl_qp, js, tv = torch.where(is_ok, finish_sum(sums, torch.float64), 0.0)
         return Divergences(
             kl_pq=torch.where(self._only_p, 0.0, kl_pq),
@@ -174,8 +178,10 @@ class DivergenceSum:
     def _add_tile(self, p_TC: Tensor, q_TC: Tensor, rows: slice) -> None:
         p = column_probabilities(p_TC, self._norms[0].rows(rows))
         q = column_probabilities(q_TC, self._norms[1].rows(rows))
-        for limbs, terms in zip(self._limbs, divergence_terms(p, q), strict=True):
-            add_values(limbs[rows], terms)
+        self._masses[0, rows] += p.probability.sum(1)
+        self._masses[1, rows] += q.probability.sum(1)
+        for bins, terms in zip(self._bins, divergence_terms(p, q), strict=True):
+            add_values(bins[rows], terms)
         self._only_p[rows] |= (p.is_live & ~q.is_live).any(1)
         self._only_q[rows] |= (q.is_live & ~p.is_live).any(1)
 

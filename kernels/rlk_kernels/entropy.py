@@ -44,7 +44,7 @@ def entropy(
         vocab_size: Real columns of all ranks together.
         vocab_start: Token id of this rank's first column.
         group: The ranks whose columns make up the vocabulary; None if this process holds it all.
-            One all-gather more than `rlk_kernels.selected_logprob`, of 72 bytes a token.
+            One all-gather more than `rlk_kernels.selected_logprob`, of 256 bytes a token.
         temperature: The logits are divided by it first, in float32.
         backend: What computes the rows' sums: "auto" (by device), "reference" or "cpu".
 
@@ -68,11 +68,11 @@ def entropy(
     # raises on every rank where a row has no live column
     finish(state)
     norm = row_norm(state)
-    limbs = _entropy_limbs(shard, norm)
+    bins = _entropy_bins(shard, norm)
     if group is not None:
         # of one shape on all ranks: they have agreed on the rows by now
-        limbs = torch.stack(all_gather_words(limbs.cpu(), group)).sum(0).to(limbs.device)
-    total = finish_sum(SumState(limbs=limbs, num_values=vocab_size), torch.float64)
+        bins = torch.stack(all_gather_words(bins.cpu(), group)).sum(0).to(bins.device)
+    total = finish_sum(SumState(bins=bins, num_values=vocab_size), torch.float64)
     return _WithGradient.apply(logits_TL, shard, norm, total)  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -89,15 +89,15 @@ def targets_unused(logits_TL: Tensor) -> Tensor:
     return torch.zeros(rows, dtype=torch.int64, device=device)
 
 
-def _entropy_limbs(shard: ShardInput, norm: RowNorm) -> Tensor:
-    """Exact sums int64 [T, 9] of the terms of a shard's columns."""
+def _entropy_bins(shard: ShardInput, norm: RowNorm) -> Tensor:
+    """Exact sums int64 [T, 32] of the terms of a shard's columns."""
     logits_TL = shard.real_logits_TL.detach()
-    limbs = empty_sum((logits_TL.shape[0],), logits_TL.device).limbs
+    bins = empty_sum((logits_TL.shape[0],), logits_TL.device).bins
     for rows, columns in tiles(*logits_TL.shape):
         z_TC = divided(logits_TL[rows, columns].float(), shard.temperature)
         terms = entropy_terms(column_probabilities(z_TC, norm.rows(rows)))
-        add_values(limbs[rows], terms)
-    return limbs
+        add_values(bins[rows], terms)
+    return bins
 
 
 class _WithGradient(torch.autograd.Function):

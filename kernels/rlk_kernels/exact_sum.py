@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlk_kernels.collective import all_gather_words
-from rlk_kernels.sum_state import NUM_LIMBS, SumState, empty_sum, finish_sum, merge_sums, sum_state
+from rlk_kernels.sum_state import SUM_BINS, SumState, empty_sum, finish_sum, merge_sums, sum_state
 
-FIRST_SUMS = 16
+FIRST_SUMS = 8
 """Sums that travel with the header; only more of them need a second all-gather."""
 MAX_DIMS = 8
 ERROR_WORDS = 40
@@ -31,7 +31,7 @@ def exact_sum(
         dim: The dimension to add up; None for all of them.
         group: The ranks whose sums are added; None if this process holds all values. The ranks may
             hold different numbers of values (none, too), but their results have one shape. One
-            all-gather carries up to 16 sums of 72 bytes; a second one follows for more.
+            all-gather carries up to 8 sums of 256 bytes; a second one follows for more.
 
     Returns:
         float32, of the shape of ``values`` without ``dim``; a scalar for None; the same on every
@@ -68,28 +68,28 @@ def group_sum_state(values: Tensor, dim: int | None, group: dist.ProcessGroup) -
     """
     try:
         state, error = sum_state(values, dim), ""
-        if state.limbs.dim() > MAX_DIMS + 1:
+        if state.bins.dim() > MAX_DIMS + 1:
             raise ValueError(f"a group's sums have at most {MAX_DIMS} dimensions; reshape them")
     except Exception as failure:
         state, error = empty_sum(), str(failure) or type(failure).__name__
-    rows = state.limbs.reshape(-1, NUM_LIMBS).cpu()
-    first = torch.zeros(FIRST_SUMS, NUM_LIMBS, dtype=torch.int64)
+    rows = state.bins.reshape(-1, SUM_BINS).cpu()
+    first = torch.zeros(FIRST_SUMS, SUM_BINS, dtype=torch.int64)
     first[: len(rows)] = rows[:FIRST_SUMS]
     message = torch.cat([_header(state, error), first.flatten()])
     messages = torch.stack(all_gather_words(message, group))
     headers, sums = messages[:, :HEADER_WORDS], messages[:, HEADER_WORDS:]
     _check_headers(headers)
-    parts = list(sums.view(-1, FIRST_SUMS, NUM_LIMBS)[:, : len(rows)])
+    parts = list(sums.view(-1, FIRST_SUMS, SUM_BINS)[:, : len(rows)])
     if len(rows) > FIRST_SUMS:
         others = all_gather_words(rows[FIRST_SUMS:], group)
         parts = [torch.cat(pair) for pair in zip(parts, others, strict=True)]
     counts = headers[:, 0].tolist()
     states = [
-        SumState(limbs=part.view_as(state.limbs), num_values=count)
+        SumState(bins=part.view_as(state.bins), num_values=count)
         for part, count in zip(parts, counts, strict=True)
     ]
     merged = reduce(merge_sums, states)
-    return SumState(limbs=merged.limbs.to(values.device), num_values=merged.num_values)
+    return SumState(bins=merged.bins.to(values.device), num_values=merged.num_values)
 
 
 class _ExactSum(torch.autograd.Function):
@@ -121,7 +121,7 @@ class _ExactSum(torch.autograd.Function):
 
 def _header(state: SumState, error: str) -> Tensor:
     """int64 [HEADER_WORDS]: number of values, shape, error; a long error is cut."""
-    shape = state.limbs.shape[:-1]
+    shape = state.bins.shape[:-1]
     padded = [*shape, *[-1] * (MAX_DIMS - len(shape))]
     size = ERROR_WORDS * 8
     text = error.encode("ascii", "replace")[:size].ljust(size, b"\0")

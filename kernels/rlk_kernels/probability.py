@@ -14,6 +14,9 @@ from rlk_kernels.finish import natural_log, row_sum, split
 from rlk_kernels.reference import exponential
 from rlk_kernels.sum_state import power_of_two
 
+MASS_TOLERANCE = 1e-5
+"""Fifty times what the exponentials may err."""
+
 
 class RowNorm(NamedTuple):
     """What turns the exponentials of T rows into probabilities."""
@@ -59,6 +62,26 @@ def column_probabilities(z_TC: Tensor, norm: RowNorm) -> Columns:
     return Columns(
         is_live, torch.where(is_live, probability, 0.0), torch.where(is_live, logprob, 0.0)
     )
+
+
+def check_mass(mass_T: Tensor, is_ok_T: Tensor, side: str = "") -> None:
+    """Raise unless the probabilities fed add up to 1 in every row that has a valid sum.
+
+    Args:
+        mass_T: float64 ``[T]``, summed in any order: only its first digits count.
+        is_ok_T: bool ``[T]``.
+        side: Whose rows they are, for the message.
+
+    Raises:
+        ValueError: Naming the first row that differs: its columns are not those of the state.
+    """
+    wrong = is_ok_T & ~((mass_T - 1.0).abs() < MASS_TOLERANCE)
+    if wrong.any():
+        row = int(wrong.nonzero()[0])
+        raise ValueError(
+            f"{side}row {row}: the columns fed have a probability of {float(mass_T[row]):.6g} "
+            "together, not 1; feed the logits, and pass the temperature, that the state came from"
+        )
 
 
 def surprisal(columns: Columns) -> Tensor:

@@ -16,11 +16,11 @@ from rlk_kernels.column_ranges import ColumnRanges
 from rlk_kernels.entropy import entropy_terms
 from rlk_kernels.expsum import LIMIT, State
 from rlk_kernels.finish import RowStatus, finish, row_status
-from rlk_kernels.probability import column_probabilities, row_norm
+from rlk_kernels.probability import check_mass, column_probabilities, row_norm
 from rlk_kernels.reference import divided
 from rlk_kernels.selected_logprob import vocabulary_state
 from rlk_kernels.shard_input import checked_input
-from rlk_kernels.sum_state import NUM_LIMBS, SumState, add_values, empty_sum, finish_sum, tiles
+from rlk_kernels.sum_state import SUM_BINS, SumState, add_values, empty_sum, finish_sum, tiles
 
 ID_MASK = (1 << 32) - 1
 NO_KEY = -(1 << 63)
@@ -83,7 +83,8 @@ class RowStatisticsSum:
         self._fed = ColumnRanges(vocab_size)
         num_tokens, device = state.num_tokens, state.top.device
         self._target_key = _keys(state.target_logit[:, None], token_ids.to(device).long()[:, None])
-        self._limbs = empty_sum((num_tokens,), device).limbs
+        self._bins = empty_sum((num_tokens,), device).bins
+        self._mass = torch.zeros(num_tokens, dtype=torch.float64, device=device)
         self._num_before = torch.zeros(num_tokens, dtype=torch.int64, device=device)
         self._top_keys = torch.full((num_tokens, top_k), NO_KEY, device=device)
 
@@ -127,7 +128,7 @@ class RowStatisticsSum:
         """The statistics, once all columns were fed.
 
         Raises:
-            ValueError: If columns are missing.
+            ValueError: If columns are missing, or they are not those of the state.
         """
         self._fed.check_complete()
         return self._finished()
@@ -137,29 +138,33 @@ class RowStatisticsSum:
         words = all_gather_words(self._words().cpu(), group)
         for rank, part in enumerate(words):
             if rank != dist.get_rank(group):
-                self._absorb(part.to(self._limbs.device))
+                self._absorb(part.to(self._bins.device))
         self._fed = ColumnRanges(self._vocab_size, [(0, self._vocab_size)])
 
     def _add_tile(self, z_TC: Tensor, rows: slice, start: int) -> None:
-        terms = entropy_terms(column_probabilities(z_TC, self._norm.rows(rows)))
-        add_values(self._limbs[rows], terms)
+        columns = column_probabilities(z_TC, self._norm.rows(rows))
+        self._mass[rows] += columns.probability.sum(1)
+        add_values(self._bins[rows], entropy_terms(columns))
         keys = _keys(z_TC, torch.arange(start, start + z_TC.shape[1], device=z_TC.device))
         self._num_before[rows] += (keys > self._target_key[rows]).sum(1)
         self._top_keys[rows] = _largest(self._top_keys[rows], keys)
 
     def _words(self) -> Tensor:
-        """int64 [T, 10 + k]: limbs of the entropy, columns before the target, largest keys."""
-        return torch.cat([self._limbs, self._num_before[:, None], self._top_keys], dim=1)
+        """int64 [T, 34 + k]: bins of the entropy, columns before the target, mass, largest keys."""
+        counts = torch.stack([self._num_before, self._mass.view(torch.int64)], dim=1)
+        return torch.cat([self._bins, counts, self._top_keys], dim=1)
 
     def _absorb(self, words: Tensor) -> None:
-        self._limbs += words[:, :NUM_LIMBS]
-        self._num_before += words[:, NUM_LIMBS]
-        self._top_keys = _largest(self._top_keys, words[:, NUM_LIMBS + 1 :])
+        self._bins += words[:, :SUM_BINS]
+        self._num_before += words[:, SUM_BINS]
+        self._mass += words[:, SUM_BINS + 1].contiguous().view(torch.float64)
+        self._top_keys = _largest(self._top_keys, words[:, SUM_BINS + 2 :])
 
     def _finished(self) -> RowStatistics:
         status = row_status(self._state)
         is_ok = status == RowStatus.OK
-        sums = SumState(limbs=self._limbs, num_values=self._vocab_size)
+        check_mass(self._mass, is_ok)
+        sums = SumState(bins=self._bins, num_values=self._vocab_size)
         logits, ids = _logits_and_ids(self._top_keys)
         return RowStatistics(
             entropy=torch.where(is_ok, finish_sum(sums, torch.float64), 0.0),

@@ -1,8 +1,9 @@
 """Sums of float32 values with the same bits in any order, any split and on any number of ranks.
 
-Every finite float32 is a whole number of units of 2**-149, below 2**277. That number is added into
-limbs of 32 bits, each held by an int64, so that addition is integer addition and nothing is lost;
-the sum is rounded once, when it is finished. Letters: R sums, C values of each, K limbs.
+Every finite float32 is a whole number of units of 2**-150. Values whose exponents fall into one
+group of eight are added into one int64 bin, as integers below 2**31, so that addition is integer
+addition and nothing is lost; the sum is rounded once, when it is finished. Letters: R sums,
+C values of each, K bins.
 """
 
 from collections.abc import Iterator
@@ -11,33 +12,35 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-LIMB_SHIFT = 5
-LIMB_BITS = 1 << LIMB_SHIFT
-NUM_LIMBS = 9
-"""32-bit limbs that the largest float32 reaches, counted from 2**-149."""
+BIN_SHIFT = 3
+BIN_WIDTH = 1 << BIN_SHIFT
+"""Powers of two that one bin spans."""
+SUM_BINS = 32
+"""Bins that the exponents of float32 fill."""
 MAX_VALUES = 1 << 31
-"""Values of one sum: a limb takes less than 2**32 from each, and int64 ends at 2**63."""
-UNIT_EXPONENT = -149
+"""Values of one sum: a bin takes less than 2**31 from each, and int64 ends at 2**63."""
+UNIT_EXPONENT = -150
+DIGIT_BITS = 32
 TILE_ELEMENTS = 1 << 14
 """Values worked on at a time; temporaries of this size stay in cache."""
 SUM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MASK = (1 << LIMB_BITS) - 1
+DIGIT_MASK = (1 << DIGIT_BITS) - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SumState:
     """Exact sums that are not rounded yet; `merge_sums` joins those of different values."""
 
-    limbs: Tensor
-    """int64 [..., 9]: a sum is limbs[..., k] * 2**(32 * k - 149) over all k."""
+    bins: Tensor
+    """int64 [..., 32]: a sum is bins[..., k] * 2**(8 * k - 150) over all k."""
     num_values: int
     """Values in each sum, at most `MAX_VALUES`."""
 
     def __post_init__(self) -> None:
-        shape = list(self.limbs.shape)
-        if self.limbs.dtype != torch.int64 or shape[-1:] != [NUM_LIMBS]:
+        shape = list(self.bins.shape)
+        if self.bins.dtype != torch.int64 or shape[-1:] != [SUM_BINS]:
             raise ValueError(
-                f"limbs should be int64 [..., {NUM_LIMBS}], got {self.limbs.dtype} {shape}"
+                f"bins should be int64 [..., {SUM_BINS}], got {self.bins.dtype} {shape}"
             )
         if not 0 <= self.num_values <= MAX_VALUES:
             raise ValueError(
@@ -48,8 +51,8 @@ class SumState:
 
 def empty_sum(shape: tuple[int, ...] = (), device: torch.device | str = "cpu") -> SumState:
     """The sums of no values at all, which `merge_sums` leaves out."""
-    limbs = torch.zeros(*shape, NUM_LIMBS, dtype=torch.int64, device=device)
-    return SumState(limbs=limbs, num_values=0)
+    bins = torch.zeros(*shape, SUM_BINS, dtype=torch.int64, device=device)
+    return SumState(bins=bins, num_values=0)
 
 
 def sum_state(values: Tensor, dim: int | None = None) -> SumState:
@@ -70,19 +73,19 @@ def sum_state(values: Tensor, dim: int | None = None) -> SumState:
         )
     values = values.detach()
     moved = values.reshape(-1) if dim is None else values.movedim(dim, -1)
-    limbs = empty_sum(tuple(moved.shape[:-1]), values.device).limbs
-    # made first, as it checks the count before the limbs could overflow
-    state = SumState(limbs=limbs, num_values=moved.shape[-1])
+    bins = empty_sum(tuple(moved.shape[:-1]), values.device).bins
+    # made first, as it checks the count before the bins could overflow
+    state = SumState(bins=bins, num_values=moved.shape[-1])
     _check_finite(values)
     if moved.numel():
-        add_values(state.limbs.view(-1, NUM_LIMBS), moved.reshape(-1, moved.shape[-1]))
+        add_values(state.bins.view(-1, SUM_BINS), moved.reshape(-1, moved.shape[-1]))
     return state
 
 
-def add_values(limbs_RK: Tensor, values_RC: Tensor) -> None:
+def add_values(bins_RK: Tensor, values_RC: Tensor) -> None:
     """Add finite values to sums in place, row by row; the caller counts them."""
     for rows, columns in tiles(*values_RC.shape):
-        _add_tile(limbs_RK[rows], values_RC[rows, columns].float())
+        _add_tile(bins_RK[rows], values_RC[rows, columns].float())
 
 
 def tiles(num_rows: int, num_columns: int) -> Iterator[tuple[slice, slice]]:
@@ -100,15 +103,15 @@ def merge_sums(a: SumState, b: SumState) -> SumState:
     Raises:
         ValueError: If the shapes differ, or together they hold more than `MAX_VALUES`.
     """
-    if a.limbs.shape != b.limbs.shape:
+    if a.bins.shape != b.bins.shape:
         raise ValueError(
-            f"only sums of one shape merge; got {list(a.limbs.shape[:-1])} and "
-            f"{list(b.limbs.shape[:-1])}"
+            f"only sums of one shape merge; got {list(a.bins.shape[:-1])} and "
+            f"{list(b.bins.shape[:-1])}"
         )
     num_values = a.num_values + b.num_values
-    # both counts are checked before the limbs could overflow
-    SumState(limbs=a.limbs, num_values=num_values)
-    return SumState(limbs=a.limbs + b.limbs, num_values=num_values)
+    # both counts are checked before the bins could overflow
+    SumState(bins=a.bins, num_values=num_values)
+    return SumState(bins=a.bins + b.bins, num_values=num_values)
 
 
 def finish_sum(state: SumState, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -119,7 +122,7 @@ def finish_sum(state: SumState, dtype: torch.dtype = torch.float32) -> Tensor:
     """
     if dtype not in (torch.float32, torch.float64):
         raise ValueError(f"a sum is finished as float32 or float64, got {dtype}")
-    is_negative, digits = _digits(state.limbs)
+    is_negative, digits = _digits(state.bins)
     significand, exponent = _leading_bits(digits)
     if dtype == torch.float32:
         # rounded to odd at 53 bits, so that rounding to 24 bits rounds as from the whole sum
@@ -149,36 +152,36 @@ def _check_finite(values: Tensor) -> None:
         )
 
 
-def _add_tile(limbs_RK: Tensor, values_RC: Tensor) -> None:
-    """Add each value's integer, two limbs of it, where its exponent says."""
+def _add_tile(bins_RK: Tensor, values_RC: Tensor) -> None:
+    """Add each value's integer where its exponent says."""
     bits = values_RC.contiguous().view(torch.int32)
     exponent = (bits >> 23) & 255
-    # subnormal values share the exponent of the smallest normal ones and have no leading bit
-    mantissa = ((bits & 0x7FFFFF) | ((exponent > 0).int() << 23)).long()
-    shift = (exponent.clamp(min=1) - 1).long()
-    limb = shift >> LIMB_SHIFT
-    # at most 24 + 31 bits
-    placed = mantissa << (shift & (LIMB_BITS - 1))
-    is_negative = bits < 0
-    low, high = placed & MASK, placed >> LIMB_BITS
-    limbs_RK.scatter_add_(1, limb, torch.where(is_negative, -low, low))
-    limbs_RK.scatter_add_(1, limb + 1, torch.where(is_negative, -high, high))
+    # subnormal values have no leading bit, and the exponent of the smallest normal ones
+    mantissa = (bits & 0x7FFFFF) | (exponent.clamp(max=1) << 23)
+    placed = mantissa << (exponent.clamp(min=1) & (BIN_WIDTH - 1))
+    sign = bits >> 31
+    signed = (placed ^ sign) - sign
+    bins_RK.scatter_add_(1, (exponent >> BIN_SHIFT).long(), signed.long())
 
 
-def _digits(limbs: Tensor) -> tuple[Tensor, Tensor]:
+def _digits(bins: Tensor) -> tuple[Tensor, Tensor]:
     """Sign, and the magnitude as base 2**32 digits int64 [..., 10], the lowest first."""
-    is_negative = _carried(limbs)[..., -1] < 0
-    return is_negative, _carried(torch.where(is_negative[..., None], -limbs, limbs))
+    is_negative = _carried(bins)[1] < 0
+    small, rest = _carried(torch.where(is_negative[..., None], -bins, bins))
+    places = torch.arange(0, DIGIT_BITS, BIN_WIDTH, device=bins.device)
+    digits = (small.unflatten(-1, (-1, len(places))) << places).sum(-1)
+    top = torch.stack([rest & DIGIT_MASK, rest >> DIGIT_BITS], dim=-1)
+    return is_negative, torch.cat([digits, top], dim=-1)
 
 
-def _carried(limbs: Tensor) -> Tensor:
-    """Digits in [0, 2**32) of the same number, and one more on top that keeps the sign."""
-    digits, carry = [], torch.zeros_like(limbs[..., 0])
-    for limb in limbs.unbind(-1):
-        total = limb + carry
-        digits.append(total & MASK)
-        carry = total >> LIMB_BITS
-    return torch.stack([*digits, carry], dim=-1)
+def _carried(bins: Tensor) -> tuple[Tensor, Tensor]:
+    """Digits in [0, 2**8) int64 [..., 32], and what is left above them, which keeps the sign."""
+    digits, carry = [], torch.zeros_like(bins[..., 0])
+    for one in bins.unbind(-1):
+        total = one + carry
+        digits.append(total & ((1 << BIN_WIDTH) - 1))
+        carry = total >> BIN_WIDTH
+    return torch.stack(digits, dim=-1), carry
 
 
 def _leading_bits(digits: Tensor) -> tuple[Tensor, Tensor]:
@@ -194,9 +197,9 @@ def _leading_bits(digits: Tensor) -> tuple[Tensor, Tensor]:
     )
     rest = (torch.where(places < first[..., None] - 2, digits, 0) != 0).any(-1)
     # frexp of an integer below 2**32 is exact and gives its length in bits
-    lead = LIMB_BITS - torch.frexp(high.double())[1].long()
+    lead = DIGIT_BITS - torch.frexp(high.double())[1].long()
     lead = torch.where(high > 0, lead, 0)
     significand = (high << (lead + 30)) + ((middle << lead) >> 2) + (low >> (34 - lead))
     cut = ((middle << lead) & 3) | (low & ((1 << (34 - lead)) - 1)) | rest.long()
-    exponent = UNIT_EXPONENT + LIMB_BITS * (first - 2) + 34 - lead
+    exponent = UNIT_EXPONENT + DIGIT_BITS * (first - 2) + 34 - lead
     return significand | (cut != 0).long(), exponent
