@@ -17,21 +17,17 @@ BLOCK_ROWS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Audit:
-    """How many rows were recomputed; None where nobody was asked to."""
+    """How many rows of each side were recomputed, and what the report says of it."""
 
-    rollout_rows: int | None
-    trainer_rows: int | None
+    rollout_rows: int
+    trainer_rows: int
+    result: str
 
-    def sentence(self) -> str:
-        """What the report says."""
-        if self.rollout_rows is None or self.trainer_rows is None:
-            return "not audited"
-        if not self.rollout_rows + self.trainer_rows:
-            return "not audited: neither capture keeps logits, only states"
-        return (
-            f"recomputed from the captured logits, bitwise equal: {self.rollout_rows} rows of the "
-            f"rollout, {self.trainer_rows} of the trainer"
-        )
+
+NOT_ASKED = Audit(rollout_rows=0, trainer_rows=0, result="not audited, as asked")
+NOTHING_RECORDED = Audit(
+    rollout_rows=0, trainer_rows=0, result="none recorded: K was computed from the files' logits"
+)
 
 
 def audit_captures(rollout: Capture, trainer: Capture, *, track: Track) -> Audit:
@@ -40,10 +36,14 @@ def audit_captures(rollout: Capture, trainer: Capture, *, track: Track) -> Audit
     Raises:
         UnusableInput: Naming the part and row of the first state that is not the recorded one.
     """
-    return Audit(
-        rollout_rows=_audited_rows(rollout, track),
-        trainer_rows=_audited_rows(trainer, track),
+    ours, theirs = _audited_rows(rollout, track), _audited_rows(trainer, track)
+    result = (
+        f"recomputed from the captured logits, bitwise equal: {ours} rows of rollout, {theirs} of "
+        "trainer"
+        if ours + theirs
+        else "not audited: neither capture keeps logits"
     )
+    return Audit(rollout_rows=ours, trainer_rows=theirs, result=result)
 
 
 def _audited_rows(capture: Capture, track: Track) -> int:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
+from collections.abc import Callable
+from functools import reduce
 from pathlib import Path
 
 import click
@@ -21,6 +24,44 @@ HELP = {"help_option_names": ["-h", "--help"]}
 DIRECTORY = click.Path(path_type=Path)
 
 
+def _check_parquet(context: click.Context, parameter: click.Parameter, no_parquet: bool) -> bool:
+    """Without pyarrow, say so before the work is done."""
+    if not no_parquet:
+        from rlk_align.report.parquet import check_parquet
+
+        check_parquet()
+    return no_parquet
+
+
+def _check_nats(
+    context: click.Context, parameter: click.Parameter, value: float | None
+) -> float | None:
+    # nan is above no limit and would call anything aligned
+    if value is not None and not 0 <= value < math.inf:
+        raise click.BadParameter(f"{value} is not a number of nats, 0 or more")
+    return value
+
+
+REPORT_OPTIONS = (
+    click.option("--limit", type=float, callback=_check_nats, metavar="NATS",
+                 help="Largest mean |d| that is aligned [0.02]."),
+    click.option("--limit-max", type=float, callback=_check_nats, metavar="NATS",
+                 help="Largest |d| of one token that is aligned [1]."),
+    click.option("--out", type=DIRECTORY, default=Path("rlk-report"), metavar="DIR",
+                 help="For report.json and tokens.parquet [rlk-report]."),
+    click.option("--json", "as_json", is_flag=True, help="JSON lines on stdout, not tables."),
+    click.option("--worst", type=click.IntRange(0), default=10, metavar="N",
+                 help="How many of the worst tokens to show [10]."),
+    click.option("--no-parquet", is_flag=True, callback=_check_parquet,
+                 help="Do not write tokens.parquet."),
+)  # fmt: skip
+
+
+def report_options(function: Callable[..., None]) -> Callable[..., None]:
+    """The options of every command that compares."""
+    return reduce(lambda decorated, option: option(decorated), reversed(REPORT_OPTIONS), function)
+
+
 @click.group(context_settings=HELP, epilog="Example: rlk-align compare rollout trainer")
 @click.version_option(package_name="rlk-align")
 def command() -> None:
@@ -30,18 +71,9 @@ def command() -> None:
 @command.command(epilog=COMPARE_EPILOG)
 @click.argument("rollout", type=DIRECTORY)
 @click.argument("trainer", type=DIRECTORY)
-@click.option("--limit", type=click.FloatRange(0), metavar="NATS",
-              help="Largest mean |d| that is aligned [0.02].")  # fmt: skip
-@click.option("--limit-max", type=click.FloatRange(0), metavar="NATS",
-              help="Largest |d| of one token that is aligned [1].")  # fmt: skip
-@click.option("--out", type=DIRECTORY, default=Path("rlk-report"), metavar="DIR",
-              help="For report.json and tokens.parquet [rlk-report].")  # fmt: skip
-@click.option("--json", "as_json", is_flag=True, help="JSON lines on stdout, not tables.")
-@click.option("--worst", type=click.IntRange(0), default=10, metavar="N",
-              help="How many of the worst tokens to show [10].")  # fmt: skip
+@report_options
 @click.option("--allow-different-weights", is_flag=True, help="Compare other weights, too.")
 @click.option("--no-audit", is_flag=True, help="Do not recompute states from the logits.")
-@click.option("--no-parquet", is_flag=True, help="Do not write tokens.parquet.")
 @click.pass_context
 def compare(
     context: click.Context,
@@ -56,19 +88,16 @@ def compare(
     no_audit: bool,
     no_parquet: bool,
 ) -> None:
-    """How far apart two captures of the same tokens are, and where the difference comes from.
+    """How far apart two captures are, token by token, and why.
 
-    ROLLOUT and TRAINER are sealed captures. d = trainer - rollout, in nats, per token. Two
-    captures of one role may be compared, too: then d = second - first.
+    ROLLOUT and TRAINER are sealed captures of the same tokens. d = trainer - rollout, in nats,
+    per token. Two captures of one role may be compared, too: then d = second - first.
     """
     from rlk_align.comparison import compare_captures
     from rlk_align.progress import bars
-    from rlk_align.report.parquet import check_parquet
     from rlk_align.report.publish import publish
     from rlk_align.verdict import limits_of
 
-    if not no_parquet:
-        check_parquet()
     comparison = compare_captures(
         rollout,
         trainer,
@@ -85,7 +114,7 @@ def compare(
 @command.command(epilog="Example: rlk-align inspect captures/rollout")
 @click.argument("capture", type=DIRECTORY)
 def inspect(capture: Path) -> None:
-    """What a capture holds: engine, layout, sequences, tokens, parts, what is missing."""
+    """What a capture holds, and what is missing from it."""
     from rlk_align.progress import bars
     from rlk_align.report.inspection import print_inspection
     from rlk_align.report.tables import console_for
@@ -96,7 +125,7 @@ def inspect(capture: Path) -> None:
 @command.command(epilog="Example: rlk-align seal captures/rollout")
 @click.argument("capture", type=DIRECTORY)
 def seal(capture: Path) -> None:
-    """Turn what closed workers wrote into one capture."""
+    """Turn what the workers wrote into one capture."""
     from rlk_align.capture import seal_capture
     from rlk_align.progress import bars
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlk_align.audit import Audit, audit_captures
+from rlk_align.audit import NOT_ASKED, Audit, audit_captures
 from rlk_align.bits import BitComparison, compare_bits
 from rlk_align.budget import Budget, drift_budget
 from rlk_align.capture import open_capture
@@ -86,9 +86,7 @@ def compare_captures(
         names=(str(rollout), str(trainer)),
         notes=_notes(ours.role, theirs.role, identity),
         identity=identity,
-        audit=audit_captures(ours, theirs, track=track)
-        if audit
-        else Audit(rollout_rows=None, trainer_rows=None),
+        audit=audit_captures(ours, theirs, track=track) if audit else NOT_ASKED,
         table=table,
         coverage=coverage,
         provenance=side_by_side(capture_facts(ours), capture_facts(theirs)),

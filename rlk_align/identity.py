@@ -38,22 +38,22 @@ def check_identity(
     ours, theirs = rollout.provenance, trainer.provenance
     _check_kernel(rollout, trainer)
     lines = [
-        _line("role", rollout.role, trainer.role),
+        identity_line("role", rollout.role, trainer.role),
         _equal("vocabulary size", rollout.layout.vocab_size, trainer.layout.vocab_size),
-        _line("padded vocabulary", rollout.layout.padded_size, trainer.layout.padded_size),
-        _line("columns of each rank", _bounds(rollout), _bounds(trainer)),
+        identity_line("padded vocabulary", rollout.layout.padded_size, trainer.layout.padded_size),
+        identity_line("columns of each rank", _bounds(rollout), _bounds(trainer)),
         _architecture(ours.model.architecture, theirs.model.architecture),
         _weights(rollout, trainer, allow_different_weights),
         _equal("tokenizer", ours.model.tokenizer_digest, theirs.model.tokenizer_digest),
         _equal("stage of the logits", ours.logits.stage, theirs.logits.stage),
-        _line("dtype of the logits", ours.logits.dtype, theirs.logits.dtype),
+        identity_line("dtype of the logits", ours.logits.dtype, theirs.logits.dtype),
         _equal("kernel", ours.kernel["spec"], theirs.kernel["spec"]),
-        _line(
+        identity_line(
             "reported distribution", ours.reported.distribution, theirs.reported.distribution
         ),
     ]  # fmt: skip
     check_sequences(rollout, trainer)
-    return [*lines, _line("sequences", len(rollout.sequences), len(trainer.sequences))]
+    return [*lines, identity_line("sequences", len(rollout.sequences), len(trainer.sequences))]
 
 
 def check_roles(rollout: Capture, trainer: Capture) -> None:
@@ -81,7 +81,7 @@ def _check_kernel(*captures: Capture) -> None:
             )
 
 
-def _line(what: str, rollout: object, trainer: object) -> IdentityLine:
+def identity_line(what: str, rollout: object, trainer: object) -> IdentityLine:
     """A difference that is shown and allowed."""
     outcome: Outcome = "same" if rollout == trainer else "differs"
     if any(NOT_OBSERVED in str(side) for side in (rollout, trainer)):
@@ -91,7 +91,7 @@ def _line(what: str, rollout: object, trainer: object) -> IdentityLine:
 
 def _equal(what: str, rollout: object, trainer: object) -> IdentityLine:
     """A difference that ends the comparison, where both sides were observed."""
-    line = _line(what, rollout, trainer)
+    line = identity_line(what, rollout, trainer)
     if line.outcome == "differs":
         raise UnusableInput(
             f"the {what} differs: rollout has {line.rollout}, trainer has {line.trainer}; "
@@ -108,12 +108,12 @@ def _architecture(ours: dict[str, Any], theirs: dict[str, Any]) -> IdentityLine:
             f"and {theirs.get(field, 'absent')!r} in trainer; compare captures of the same model"
         )
     fields = f"{len(ours)} config fields" if ours else NOT_OBSERVED
-    return _line("architecture", fields, fields)
+    return identity_line("architecture", fields, fields)
 
 
 def _weights(rollout: Capture, trainer: Capture, allowed: bool) -> IdentityLine:
     ours, theirs = (sorted(set(epoch_weights(c).values())) for c in (rollout, trainer))
-    line = _line("weights", " | ".join(ours), " | ".join(theirs))
+    line = identity_line("weights", " | ".join(ours), " | ".join(theirs))
     # several epochs that overlap are judged token by token
     if line.outcome == "differs" and not set(ours) & set(theirs) and not allowed:
         raise UnusableInput(

@@ -12,8 +12,8 @@ from rlk_align.identity import epoch_weights
 from rlk_align.progress import Track
 from rlk_align.provenance import NOT_OBSERVED
 from rlk_align.side_columns import side_columns
+from rlk_align.states import state_rows
 from rlk_align.token_table import Flags, Integers, Side, TokenTable, classify
-from rlk_kernels import State
 
 POSITION_BITS = 32
 Int64s = npt.NDArray[np.int64]
@@ -111,15 +111,8 @@ def capture_side(capture: Capture, rows: TokenRows, at: Int64s | None = None) ->
         UnusableInput: If a recorded state is no sum of exponentials.
     """
     at = np.arange(len(rows)) if at is None else at
-    state = rows.state
     return side_columns(
-        state=State(
-            top=state.top[at],
-            bins=state.bins[at],
-            target_logit=state.target_logit[at],
-            has_target=state.has_target[at],
-            invalid_column=state.invalid_column[at],
-        ),
+        state=state_rows(rows.state, at),
         reported=rows.reported[at],
         reported_status=rows.reported_status[at],
         owner_rank=rows.owner_rank[at],

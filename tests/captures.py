@@ -82,7 +82,7 @@ class Plan:
     provenance: Provenance = PROVENANCE
     dp: int = 1
     rows_per_append: int = 2
-    part_bytes: int = 1
+    part_bytes: int = 1 << 20
     keep_logits: bool = True
     skip: Callable[[int, str, int], bool] = lambda tp_rank, label, position: False
     """Rows that a rank does not write."""
@@ -92,6 +92,8 @@ class Plan:
     sampling: dict[str, Any] = field(default_factory=dict)
     step: int = 0
     token_texts: bool = False
+    backwards: bool = False
+    """Write the last sequence and its last row first."""
 
 
 def write_capture(directory: Path, given: list[Sample], plan: Plan | None = None) -> Path:
@@ -117,7 +119,7 @@ def write_workers(directory: Path, given: list[Sample], plan: Plan) -> None:
                 provenance=plan.provenance,
                 part_bytes=plan.part_bytes,
             )
-            for sample in given[dp_rank :: plan.dp]:
+            for sample in given[dp_rank :: plan.dp][:: -1 if plan.backwards else 1]:
                 writer.register(sample.label, sample.prompt, plan.sampling)
                 write_sample(writer, sample, plan, tp_rank)
             for reason, count in plan.lost.items():
@@ -130,6 +132,8 @@ def write_sample(writer: CaptureWriter, sample: Sample, plan: Plan, tp_rank: int
     kept = [
         row for row in range(sample.num_tokens) if not plan.skip(tp_rank, sample.label, first + row)
     ]
+    if plan.backwards:
+        kept.reverse()
     for at in range(0, len(kept), plan.rows_per_append):
         writer.append(rows_of(sample, kept[at : at + plan.rows_per_append], plan, tp_rank))
 

@@ -63,13 +63,11 @@ def merge_ranks(
         _check_state(columns, layout.real_bounds(rank), rank)
     keys = torch.cat([columns["key"] for columns in per_rank]).unique()
     shared: Columns = {}
-    state, all_ranks = empty_state(len(keys)), torch.ones(len(keys), dtype=torch.bool)
+    state, steps = empty_state(len(keys)), []
     for rank, columns in enumerate(per_rank):
         at = torch.searchsorted(keys, columns["key"])
         _agree_or_raise(shared, columns, at, len(keys), rank, sequences)
-        present = torch.zeros(len(keys), dtype=torch.bool)
-        present[at] = True
-        all_ranks &= present & (_scatter(columns["step"], at, len(keys)) == shared["step"])
+        steps.append(_scatter(columns["step"], at, len(keys)))
         state = merge(state, _scatter_state(columns, at, len(keys)))
     _check_tokens(shared, keys, sequences)
     ends = torch.tensor([end for _, end in layout.bounds])
@@ -81,7 +79,8 @@ def merge_ranks(
         is_prompt=shared["is_prompt"],
         weights_epoch=shared["weights_epoch"].long(),
         state=state,
-        all_ranks=all_ranks,
+        # steps are at least 0, so a rank without a row, -1, agrees with none
+        all_ranks=(torch.stack(steps) == shared["step"]).all(dim=0),
         reported=shared["reported"],
         reported_status=shared["reported_status"],
     )

@@ -125,8 +125,13 @@ def open_capture(directory: Path) -> Capture:
         )
     try:
         sequences_file = directory / manifest["sequences"]["path"]
+        if not sequences_file.is_file():
+            raise UnusableInput(f"{sequences_file.name}: listed in the capture but absent")
         if sha256_of_file(sequences_file) != manifest["sequences"]["sha256"]:
-            raise UnusableInput(f"{sequences_file.name}: its SHA-256 is not the recorded one")
+            raise UnusableInput(
+                f"{sequences_file.name}: its SHA-256 is not the recorded one; the file was altered "
+                "or cut short, capture it again"
+            )
         layout = layout_from_bounds(manifest["layout"]["vocab_size"], manifest["layout"]["bounds"])
         capture = Capture(
             directory=directory,
@@ -139,7 +144,7 @@ def open_capture(directory: Path) -> Capture:
             incomplete=manifest["incomplete"],
             lost=manifest["lost"],
         )
-    except (KeyError, TypeError, FileNotFoundError) as error:
+    except (KeyError, TypeError) as error:
         raise UnusableInput(
             f"{directory / MANIFEST_FILE}: incomplete manifest ({error!r})"
         ) from None

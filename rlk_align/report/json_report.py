@@ -39,7 +39,7 @@ def summary_json(comparison: Comparison) -> dict[str, Any]:
         "reason": verdict.sentence,
         "limits": asdict(comparison.limits),
         "notes": inputs.notes,
-        "audit": {**asdict(inputs.audit), "result": inputs.audit.sentence()},
+        "audit": asdict(inputs.audit),
         "basis": table.basis,
         "mean": "token",
         "num_tokens": len(comparison.budget.drift),

@@ -71,7 +71,7 @@ def _print_identity(comparison: Comparison, console: Console) -> None:
         sides = (short_digest(line.rollout), "" if is_same else short_digest(line.trainer))
         add_row(table, (line.what, *sides, line.outcome), "" if is_same else "yellow")
     print_table(console, "Identity", table)
-    console.print(Text(f"states: {comparison.inputs.audit.sentence()}\n"))
+    console.print(Text(f"states: {comparison.inputs.audit.result}\n"))
 
 
 def _print_coverage(comparison: Comparison, console: Console) -> None:
