@@ -1,6 +1,9 @@
 """Selected-token logprobs whose bits depend on nothing but the row's logits."""
 
 from rlk_kernels.backends import backend_id
+from rlk_kernels.divergence import Divergences, DivergenceSum, PairStatus, divergence
+from rlk_kernels.entropy import entropy
+from rlk_kernels.exact_sum import exact_mean, exact_sum
 from rlk_kernels.expsum import (
     EMPTY_TOP,
     KERNEL_SPEC,
@@ -11,6 +14,7 @@ from rlk_kernels.expsum import (
     merge,
 )
 from rlk_kernels.finish import RowStatus, SelectedLogprob, finish, finish_where_valid
+from rlk_kernels.row_statistics import RowStatistics, RowStatisticsSum, row_statistics
 from rlk_kernels.selected_logprob import expsum_state, selected_logprob
 
 __all__ = [
@@ -18,14 +22,24 @@ __all__ = [
     "KERNEL_SPEC",
     "LIMIT",
     "MAX_COLUMNS",
+    "DivergenceSum",
+    "Divergences",
+    "PairStatus",
+    "RowStatistics",
+    "RowStatisticsSum",
     "RowStatus",
     "SelectedLogprob",
     "State",
     "backend_id",
+    "divergence",
     "empty_state",
+    "entropy",
+    "exact_mean",
+    "exact_sum",
     "expsum_state",
     "finish",
     "finish_where_valid",
     "merge",
+    "row_statistics",
     "selected_logprob",
 ]

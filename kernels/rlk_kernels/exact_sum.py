@@ -104,11 +104,11 @@ class _ExactSum(torch.autograd.Function):
         ctx.divisor = state.num_values if is_mean else 1
         if ctx.divisor == 0:
             raise ValueError("a mean needs at least one value, got none")
-        return (
-            (finish_sum(state, torch.float64) / ctx.divisor).float()
-            if is_mean
-            else finish_sum(state)
-        )
+        if not is_mean:
+            return finish_sum(state)
+        total = finish_sum(state, torch.float64)
+        # by a tensor: torch multiplies by the reciprocal of a scalar on CUDA
+        return (total / torch.full_like(total, ctx.divisor)).float()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
