@@ -45,6 +45,9 @@ def rows(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
     # -8150 and -8190: the third bin reaches down to masked columns
     logits += draw(st.sampled_from([0, -40, 60, 700, 8000, -8000, -8150, -8190]))
     if draw(st.booleans()):
+        # each tile raises the top of the one before, by one bin or by many
+        logits = logits.sort(1, descending=draw(st.booleans())).values
+    if draw(st.booleans()):
         logits[torch.rand(num_tokens, width, generator=generator) < 0.2] = -torch.inf
     if draw(st.booleans()):
         logits[:, draw(st.integers(0, width - 1))] += draw(st.sampled_from([15, 45, 1000]))
@@ -124,6 +127,15 @@ def test_the_chunking_of_the_reference_does_not_show(rows, chunk: int) -> None:
         assert_same(state_of(logits, token_ids, "reference"), whole)
     finally:
         reference.CHUNK_ELEMENTS = before
+
+
+@pytest.mark.parametrize("bins_up", [0, 1, 2, 3, 40, -1, -2, -3])
+def test_a_tile_may_raise_the_top_by_any_number_of_bins(bins_up: int) -> None:
+    # three tiles of 4096 columns, each so many bins above the one before, 21 powers of two a bin
+    tile = torch.arange(3).repeat_interleave(4096)
+    logits = (torch.randn(2, 3 * 4096) + tile * bins_up * 21 * 0.6931).clamp(-8191, 8192)
+    ids = torch.tensor([0, 5000])
+    assert_same(*(state_of(logits, ids, backend) for backend in BACKENDS))
 
 
 def test_every_column_of_a_wide_row_may_be_the_largest_possible() -> None:
