@@ -16,10 +16,16 @@ NOT_OBSERVED_MARK = "n.o."
 DIGEST_LENGTH = 64
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        # rich would exit with status 1, which is a verdict of ours
+        raise BrokenPipeError
+
+
 def console_for(file: IO[str]) -> Console:
     """A console as wide as the terminal, or 100 columns where the output is no terminal."""
     is_piped = not file.isatty() and "COLUMNS" not in os.environ
-    return Console(file=file, width=WIDTH if is_piped else None, highlight=False)
+    return _Console(file=file, width=WIDTH if is_piped else None, highlight=False)
 
 
 def table_of(*headers: str, left: int = 1, long: bool = False) -> Table:
