@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rlk_align.contract.fields import checked_integer
 from rlk_align.errors import UnusableInput
 
 
@@ -27,8 +28,11 @@ class VocabLayout:
     """``(start, end)`` of each rank in rank order; contiguous from 0; a shard may be empty."""
 
     def __post_init__(self) -> None:
+        checked_integer("vocab_size", self.vocab_size)
         expected = 0
         for rank, (start, end) in enumerate(self.bounds):
+            checked_integer(f"start of rank {rank}", start)
+            checked_integer(f"end of rank {rank}", end)
             if start != expected or end < start:
                 raise UnusableInput(
                     f"rank {rank} holds columns [{start}, {end}), but rank {rank}'s shard must "
@@ -62,7 +66,7 @@ class VocabLayout:
         Raises:
             UnusableInput: If the id lies outside the real vocabulary.
         """
-        if not 0 <= token_id < self.vocab_size:
+        if not 0 <= checked_integer("token_id", token_id) < self.vocab_size:
             raise UnusableInput(
                 f"token id {token_id} is outside the vocabulary [0, {self.vocab_size})"
             )
@@ -92,6 +96,4 @@ def equal_shards(vocab_size: int, tp_size: int, *, padded_size: int | None = Non
 
 def layout_from_bounds(vocab_size: int, bounds: Sequence[Sequence[int]]) -> VocabLayout:
     """A layout from plain lists, as read from JSON."""
-    return VocabLayout(
-        vocab_size=vocab_size, bounds=tuple((int(start), int(end)) for start, end in bounds)
-    )
+    return VocabLayout(vocab_size=vocab_size, bounds=tuple((start, end) for start, end in bounds))
