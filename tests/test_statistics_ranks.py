@@ -156,7 +156,7 @@ def all_cases(rank: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def results() -> list[dict[str, Any]]:
-    return run_on_ranks(3, all_cases, timeout_s=60)
+    return run_on_ranks(3, all_cases, timeout_s=300)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

@@ -66,30 +66,22 @@ def group_sum_state(values: Tensor, dim: int | None, group: dist.ProcessGroup) -
     Raises:
         ValueError: The same on every rank, naming the first rank at fault.
     """
-    try:
-        state, error = sum_state(values, dim), ""
-        if state.bins.dim() > MAX_DIMS + 1:
-            raise ValueError(f"a group's sums have at most {MAX_DIMS} dimensions; reshape them")
-    except Exception as failure:
-        state, error = empty_sum(), str(failure) or type(failure).__name__
+    state, error = _own_state(values, dim)
     rows = state.bins.reshape(-1, SUM_BINS).cpu()
     first = torch.zeros(FIRST_SUMS, SUM_BINS, dtype=torch.int64)
     first[: len(rows)] = rows[:FIRST_SUMS]
-    message = torch.cat([_header(state, error), first.flatten()])
-    messages = torch.stack(all_gather_words(message, group))
-    headers, sums = messages[:, :HEADER_WORDS], messages[:, HEADER_WORDS:]
+    messages = all_gather_words(torch.cat([_header(state, error), first.flatten()]), group)
+    headers = torch.stack(messages)[:, :HEADER_WORDS]
     _check_headers(headers)
-    parts = list(sums.view(-1, FIRST_SUMS, SUM_BINS)[:, : len(rows)])
+    parts = [words[HEADER_WORDS:].view(FIRST_SUMS, SUM_BINS)[: len(rows)] for words in messages]
     if len(rows) > FIRST_SUMS:
         others = all_gather_words(rows[FIRST_SUMS:], group)
         parts = [torch.cat(pair) for pair in zip(parts, others, strict=True)]
-    counts = headers[:, 0].tolist()
-    states = [
-        SumState(bins=part.view_as(state.bins), num_values=count)
-        for part, count in zip(parts, counts, strict=True)
-    ]
-    merged = reduce(merge_sums, states)
-    return SumState(bins=merged.bins.to(values.device), num_values=merged.num_values)
+    states = (
+        SumState(bins=part.view_as(state.bins).to(state.bins.device), num_values=count)
+        for part, count in zip(parts, headers[:, 0].tolist(), strict=True)
+    )
+    return reduce(merge_sums, states)
 
 
 class _ExactSum(torch.autograd.Function):
@@ -117,6 +109,17 @@ class _ExactSum(torch.autograd.Function):
         if ctx.dim is not None:
             each = each.unsqueeze(ctx.dim)
         return each.to(dtype).expand(shape), None, None, None
+
+
+def _own_state(values: Tensor, dim: int | None) -> tuple[SumState, str]:
+    """This rank's sums and an empty text, or what is wrong with its values."""
+    try:
+        state = sum_state(values, dim)
+        if state.bins.dim() > MAX_DIMS + 1:
+            raise ValueError(f"a group's sums have at most {MAX_DIMS} dimensions; reshape them")
+    except Exception as error:
+        return empty_sum(), str(error) or type(error).__name__
+    return state, ""
 
 
 def _header(state: SumState, error: str) -> Tensor:
