@@ -68,10 +68,11 @@ def one_process(rollout, tiny_model_dir) -> Capture:
 @pytest.fixture(scope="module")
 def two_ranks(rollout, tiny_model_dir) -> Capture:
     out = rollout.parent / "trainer-tp2"
-    run_torchrun(
+    result = run_torchrun(
         "-m", "rlk_adapters.replay", "--capture", rollout, "--model", tiny_model_dir,
         "--out", out, "--batch-size", "3",
-    ).check_returncode()  # fmt: skip
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
     return open_capture(out)
 
 
