@@ -17,3 +17,7 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("tiny-qwen3")
     write_tiny_qwen3(directory, tied=False, dtype="bfloat16", seed=0)
     return directory
+
+
+# engines: started once, used by several files
+from engine_runs import rollout_tp1, rollout_tp2, vllm_session  # noqa: E402, F401

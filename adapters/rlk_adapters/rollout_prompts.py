@@ -106,12 +106,12 @@ def encode_prompts(lines: Sequence[PromptLine], model: Path, vocab_size: int) ->
 
 
 def _load_tokenizer(model: Path, place: str) -> Any:
-    from transformers import AutoTokenizer  # vLLM depends on it
-
     if not any((model / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
         raise UnusableInput(
             f"{place}: the prompt is text, but {model} has no tokenizer; give prompt_token_ids"
         )
+    from transformers import AutoTokenizer  # vLLM depends on it
+
     return AutoTokenizer.from_pretrained(model)
 
 
