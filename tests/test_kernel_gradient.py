@@ -62,7 +62,7 @@ def test_both_backends_give_the_same_gradient(
     logits, ids = rows[0].to(dtype), rows[1]
     if temperature != 1:
         # 8192 is the limit after the division
-        logits[4] /= 2
+        logits = torch.cat([logits[:4], logits[4:] / 2])
     ours = [kernel_gradient(logits, ids, temperature, b) for b in ("reference", "cpu")]
     assert torch.equal(ours[0], ours[1])
     assert ours[1][2, 5] == 0
