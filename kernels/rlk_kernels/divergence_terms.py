@@ -36,7 +36,7 @@ FAR = 65536.0
 def divergence_terms(p: Columns, q: Columns) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """float32 [T, C] terms, at least 0, in the order of `TERMS`.
 
-    Where one side is masked, the KL that is infinite there gets 0.
+    Where one side is masked, the KL that is infinite there gets a finite term that means nothing.
     """
     both = p.is_live & q.is_live
     difference = p.logprob - q.logprob
@@ -51,7 +51,6 @@ def divergence_terms(p: Columns, q: Columns) -> tuple[Tensor, Tensor, Tensor, Te
         far = _far_terms(larger, smaller, g)
         terms = [torch.where(is_close, *pair) for pair in zip(terms, far, strict=True)]
     down, up, js = terms
-    down = torch.where(both, down, 0.0)
     kl_pq, kl_qp = torch.where(p_is_larger, down, up), torch.where(p_is_larger, up, down)
     tv = (p.probability - q.probability).abs() * 0.5
     return kl_pq.float(), kl_qp.float(), js.float(), tv.float()
