@@ -92,6 +92,12 @@ class Plan:
     sampling: dict[str, Any] = field(default_factory=dict)
     step: int = 0
     token_texts: bool = False
+    prompt_rows: bool = False
+    """Write rows for the prompt's tokens, too."""
+    weights: dict[int, str] = field(default_factory=dict)
+    """Epoch -> digest, as noted by every worker."""
+    epoch_from: dict[str, int] = field(default_factory=dict)
+    """Label -> the position from which its rows are of epoch 1."""
     backwards: bool = False
     """Write the last sequence and its last row first."""
 
@@ -122,12 +128,16 @@ def write_workers(directory: Path, given: list[Sample], plan: Plan) -> None:
             for sample in given[dp_rank :: plan.dp][:: -1 if plan.backwards else 1]:
                 writer.register(sample.label, sample.prompt, plan.sampling)
                 write_sample(writer, sample, plan, tp_rank)
+            for epoch, digest in plan.weights.items():
+                writer.note_weights(epoch, digest=digest)
             for reason, count in plan.lost.items():
                 writer.note_lost(reason, count)
             writer.close()
 
 
 def write_sample(writer: CaptureWriter, sample: Sample, plan: Plan, tp_rank: int) -> None:
+    if plan.prompt_rows:
+        writer.append(prompt_rows_of(sample, plan, tp_rank))
     first = len(sample.prompt)
     kept = [
         row for row in range(sample.num_tokens) if not plan.skip(tp_rank, sample.label, first + row)
@@ -156,10 +166,26 @@ def rows_of(sample: Sample, index: list[int], plan: Plan, tp_rank: int) -> Rows:
         ),
         reported=sample.reported[index],
         reported_status=status,
-        weights_epoch=torch.zeros(count, dtype=torch.int32),
+        weights_epoch=torch.tensor(
+            [int(first + i >= plan.epoch_from.get(sample.label, 1 << 30)) for i in index]
+        ),
         is_prompt=torch.zeros(count, dtype=torch.bool),
         logits=shard if plan.keep_logits else None,
     )
+
+
+def prompt_rows_of(sample: Sample, plan: Plan, tp_rank: int) -> Rows:
+    """Rows of the prompt's tokens, as if the response's first logits had predicted them."""
+    count = len(sample.prompt)
+    prompt = replace(
+        sample,
+        prompt=[],
+        response=sample.prompt,
+        logits=sample.logits[:count],
+        reported=kernel_logprob(sample.logits[:count], sample.prompt),
+    )
+    rows = rows_of(prompt, list(range(count)), plan, tp_rank)
+    return replace(rows, is_prompt=torch.ones(count, dtype=torch.bool))
 
 
 def with_reported(given: list[Sample], change: Callable[[Sample], torch.Tensor]) -> list[Sample]:

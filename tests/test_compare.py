@@ -271,6 +271,41 @@ def test_two_rollouts_are_compared_and_the_report_says_which_is_which(tmp_path):
     assert "d = second - first" in result.inputs.notes[0]
 
 
+def test_tokens_of_other_weights_are_not_compared_unless_asked_for(tmp_path):
+    same = samples()
+    old, new = "a" * 64, "c" * 64
+    updated = Plan(weights={0: old, 1: new}, epoch_from={"2": 4})
+    trainer = Plan(role="trainer", weights={0: old})
+    result = compare(tmp_path, same, same, updated, trainer)
+    assert result.inputs.table.class_counts() == {
+        "compared": 15,
+        "weights differ between the sides": 3,
+    }
+    assert result.verdict.outcome == Outcome.INCONCLUSIVE
+    options = {"allow_different_weights": True}
+    result = compare_captures(tmp_path / "rollout", tmp_path / "trainer", **options)
+    assert result.inputs.table.class_counts() == {"compared": 18}
+
+
+def test_captures_without_any_sequence_are_inconclusive(tmp_path):
+    result = compare(tmp_path, [], [])
+    assert result.verdict.outcome == Outcome.INCONCLUSIVE
+    assert result.verdict.sentence == "no token could be compared (there are none)"
+
+
+def test_prompt_tokens_enter_no_statistic_and_are_not_missed(tmp_path):
+    same = samples()
+    with_prompts = Plan(prompt_rows=True)
+    result = compare(tmp_path, same, same, with_prompts)
+    assert result.inputs.table.class_counts() == {"compared": 18}
+    assert result.inputs.coverage.prompt_rows_on_one_side == 8
+    assert result.verdict.outcome == Outcome.ALIGNED
+    both = replace(with_prompts, role="trainer")
+    result = compare(tmp_path / "both", same, same, with_prompts, both)
+    assert result.inputs.table.class_counts() == {"compared": 18, "prompt token": 8}
+    assert result.verdict.outcome == Outcome.ALIGNED
+
+
 def test_another_reported_distribution_is_usable_and_marked(tmp_path):
     same = samples()
     processed = ReportedSemantics(function="vllm processed_logprobs", distribution="processed")

@@ -9,6 +9,7 @@ from rich.text import Text
 from rlk_align.bits import BitComparison
 from rlk_align.comparison import Comparison
 from rlk_align.metrics import DriftMetrics, Spread
+from rlk_align.report.provenance_table import print_provenance
 from rlk_align.report.tables import (
     NOT_OBSERVED_MARK,
     add_row,
@@ -19,7 +20,6 @@ from rlk_align.report.tables import (
     signed_nats,
     table_of,
 )
-from rlk_align.side_by_side import FieldPair
 from rlk_align.verdict import Outcome
 from rlk_align.worst_tokens import WorstToken
 
@@ -59,7 +59,7 @@ def print_report(comparison: Comparison, console: Console) -> None:
     if comparison.worst:
         title = "Largest |d|, nats; upper line rollout, lower line trainer"
         print_table(console, title, _worst(comparison.worst))
-    _print_provenance(inputs.provenance, console)
+    print_provenance(inputs.provenance, console)
     word, sentence = comparison.verdict.outcome, comparison.verdict.sentence
     console.print(Text.assemble((word.name.lower(), f"bold {COLOURS[word]}"), f": {sentence}"))
 
@@ -147,13 +147,3 @@ def _worst(tokens: list[WorstToken]) -> Table:
         place = (text, token.sequence, token.position, token.token_id)
         add_row(table, (*place, *pairs, *map(signed_nats, terms)))
     return table
-
-
-def _print_provenance(pairs: list[FieldPair], console: Console) -> None:
-    table = table_of("field", "rollout", "trainer", left=3, long=True)
-    for pair in pairs:
-        if pair.differs:
-            add_row(table, (pair.field, pair.rollout, pair.trainer))
-    same = sum(not pair.differs for pair in pairs)
-    title = f"Provenance: what differs ({same} more fields are the same, see report.json)"
-    print_table(console, title, table)
