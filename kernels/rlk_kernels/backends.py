@@ -1,6 +1,7 @@
 """The one place that chooses an implementation: a wish and a device in, a backend out."""
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Protocol, cast
 
 import torch
@@ -8,8 +9,8 @@ from torch import Tensor
 
 from rlk_kernels.expsum import State
 
-DEVICES = {"reference": None, "cpu": ("cpu",)}
-"""Device types that a backend runs on; None is any."""
+DEVICES = {"reference": None, "cpu": ("cpu",), "triton": ("cuda",)}
+"""Device types that a backend runs on; None is any. AMD's GPUs are "cuda" to torch as well."""
 
 
 class Backend(Protocol):
@@ -37,14 +38,16 @@ class Backend(Protocol):
 
 
 def backend_id(backend: str, device: torch.device | str) -> str:
-    """Name of the backend that runs for a wish and a device; "auto" is the fused one.
+    """Name of the backend that runs for a wish and a device; "auto" is the fused one if any.
 
     Raises:
-        ValueError: If there is no such backend, or it does not run on the device.
+        ValueError: If there is no such backend, it does not run on the device, or the package that
+            it needs is not installed.
     """
     device_type = torch.device(device).type
     if backend == "auto":
-        return "cpu" if device_type == "cpu" else "reference"
+        fused = [name for name, types in DEVICES.items() if types and device_type in types]
+        return next((name for name in fused if _is_installed(name)), "reference")
     if backend not in DEVICES:
         raise ValueError(f"no backend {backend!r}; pass one of {', '.join(['auto', *DEVICES])}")
     devices = DEVICES[backend]
@@ -53,9 +56,19 @@ def backend_id(backend: str, device: torch.device | str) -> str:
             f"backend {backend!r} runs on {', '.join(devices)}, the logits are on {device_type}; "
             "move them or pass backend='auto'"
         )
+    if not _is_installed(backend):
+        raise ValueError(
+            f"backend {backend!r} needs the package {backend}, which is not installed; "
+            "install it or pass backend='auto'"
+        )
     return backend
 
 
+def _is_installed(backend: str) -> bool:
+    # torch for the CPU comes without triton
+    return backend != "triton" or find_spec("triton") is not None
+
+
 def load_backend(name: str) -> Backend:
-    """The module of a backend; numba is imported by the first use of the one that needs it."""
+    """The module of a backend; numba and triton are imported by the first use."""
     return cast(Backend, import_module(f"rlk_kernels.{name}"))

@@ -37,7 +37,7 @@ def expsum_state(
         vocab_start: Token id of the first column.
         vocab_size: Real columns of all shards together.
         temperature: The logits are divided by it first, in float32.
-        backend: "auto" (by device), "reference" or "cpu".
+        backend: "auto" (by device), "reference", "cpu" or "triton".
 
     Raises:
         ValueError: If an argument breaks this contract. An invalid logit does not raise: the state
@@ -78,7 +78,7 @@ def selected_logprob(
             One all-gather carries 40 bytes a token; a second one follows above 128 tokens.
             It waits for a missing rank as long as the group's own timeout says.
         temperature: The logits are divided by it first, in float32.
-        backend: "auto" (by device), "reference" or "cpu".
+        backend: "auto" (by device), "reference", "cpu" or "triton".
 
     Returns:
         ``logprob`` and ``lse``, float32 ``[T]`` in nats, the same on every rank. The gradient is
