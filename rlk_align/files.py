@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from rlk_align.errors import UnusableInput
 
 HASH_BLOCK = 1 << 22
+METADATA_KEY = "rlk"
+"""The one metadata entry of our safetensors files: safetensors writes several in random order."""
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -49,6 +52,11 @@ def read_json(path: Path) -> dict[str, object]:
     if not isinstance(value, dict):
         raise UnusableInput(f"{path}: a JSON object is expected, not {type(value).__name__}")
     return value
+
+
+def metadata_entry(value: Mapping[str, object]) -> dict[str, str]:
+    """Metadata for safetensors that is the same bytes in every process."""
+    return {METADATA_KEY: canonical_json(value).decode()}
 
 
 def sha256_of_file(path: Path) -> str:

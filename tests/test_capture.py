@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -246,8 +248,9 @@ def third_party(directory: Path, **changed: torch.Tensor) -> Path:
     } | changed
     (directory / "dp0-tp0").mkdir(parents=True)
     part = directory / "dp0-tp0" / "part-00000.safetensors"
-    prompts = json.dumps([{"label": "a", "tokens": 1, "sampling": {}}])
-    save_file(tensors, part, {"schema": "rlk-capture/1", "labels": '["a"]', "prompts": prompts})
+    prompts = [{"label": "a", "tokens": 1, "sampling": {}}]
+    metadata = {"schema": "rlk-capture/1", "labels": ["a"], "prompts": prompts}
+    save_file(tensors, part, {"rlk": json.dumps(metadata)})
     table = directory / "sequences.safetensors"
     save_file(
         {
@@ -256,7 +259,7 @@ def third_party(directory: Path, **changed: torch.Tensor) -> Path:
             "prompt_lengths": torch.tensor([1]),
         },
         table,
-        {"labels": '["a"]', "sampling": "[{}]", "token_texts": "{}"},
+        {"rlk": json.dumps({"labels": ["a"], "sampling": [{}], "token_texts": {}})},
     )
     manifest = {
         "schema": "rlk-capture/1",
@@ -337,3 +340,27 @@ def test_layouts_name_every_tokens_owner():
     for token_id in (-1, 10, 15):
         with pytest.raises(UnusableInput, match="outside the vocabulary"):
             layout.owner_rank(token_id)
+
+
+SAME_BYTES = """
+import hashlib, pathlib, sys
+sys.path.insert(0, "tests")
+from captures import Plan, samples, write_capture
+directory = pathlib.Path(sys.argv[1])
+write_capture(directory, samples(), Plan())
+for path in sorted(directory.rglob("*")):
+    if path.is_file() and path.suffix == ".safetensors":
+        print(path.relative_to(directory), hashlib.sha256(path.read_bytes()).hexdigest())
+"""
+
+
+def test_the_same_rows_are_the_same_bytes_in_every_process(tmp_path):
+    runs = [
+        subprocess.run(
+            [sys.executable, "-c", SAME_BYTES, str(tmp_path / str(i))],
+            capture_output=True, text=True, check=True, cwd=Path(__file__).parent.parent,
+        ).stdout
+        for i in range(2)
+    ]  # fmt: skip
+    assert "sequences.safetensors" in runs[0]
+    assert runs[0] == runs[1]

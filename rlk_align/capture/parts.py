@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from rlk_align.capture.rows import SCHEMA, SMALL_COLUMNS, ReportedStatus
 from rlk_align.capture.writer import Prompt
 from rlk_align.errors import UnusableInput
-from rlk_align.files import sha256_of_file
+from rlk_align.files import METADATA_KEY, sha256_of_file
 
 PART_PATH = re.compile(r"dp\d+-tp(\d+)/[^/]+")
 
@@ -89,8 +88,8 @@ def read_columns(directory: Path, entry: PartEntry) -> PartColumns:
     """
     try:
         metadata, tensors = _metadata_and_columns(directory, entry)
-        labels = json.loads(metadata["labels"])
-        prompts = _prompts(json.loads(metadata["prompts"]), tensors.pop("prompt_token_ids"))
+        labels = metadata["labels"]
+        prompts = _prompts(metadata["prompts"], tensors.pop("prompt_token_ids"))
     except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
         raise UnusableInput(
             f"{entry.path}: not a part ({error}); docs/capture-format.md says what it must hold"
@@ -101,9 +100,9 @@ def read_columns(directory: Path, entry: PartEntry) -> PartColumns:
 
 def _metadata_and_columns(
     directory: Path, entry: PartEntry
-) -> tuple[Mapping[str, str], dict[str, torch.Tensor]]:
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     with safe_open(directory / entry.path, framework="pt") as part:
-        metadata: Mapping[str, str] = part.metadata() or {}
+        metadata: dict[str, Any] = json.loads((part.metadata() or {}).get(METADATA_KEY, "{}"))
         if metadata.get("schema") != SCHEMA:
             raise UnusableInput(
                 f"{entry.path}: schema {metadata.get('schema')!r}; this version reads {SCHEMA!r}"

@@ -16,6 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 
 from rlk_align.errors import UnusableInput
+from rlk_align.files import METADATA_KEY, metadata_entry
 
 SEQUENCES_FILE = "sequences.safetensors"
 Key = tuple[str, int]
@@ -65,11 +66,11 @@ class SequenceTable:
             "prompt_lengths": torch.tensor(self.prompt_lengths, dtype=torch.int64),
         }
         metadata = {
-            "labels": json.dumps(self.labels),
-            "sampling": json.dumps(self.sampling, sort_keys=True, allow_nan=False),
-            "token_texts": json.dumps({str(i): t for i, t in sorted(self.token_texts.items())}),
+            "labels": self.labels,
+            "sampling": self.sampling,
+            "token_texts": {str(i): text for i, text in self.token_texts.items()},
         }
-        content: bytes = save(tensors, metadata)
+        content: bytes = save(tensors, metadata_entry(metadata))
         return content
 
 
@@ -81,14 +82,13 @@ def read_sequences(path: Path) -> SequenceTable:
     """
     try:
         with safe_open(path, framework="pt") as file:
-            metadata = file.metadata()
+            metadata = json.loads(file.metadata()[METADATA_KEY])
             flat, lengths, prompts = (
                 file.get_tensor(name).tolist()
                 for name in ("token_ids", "lengths", "prompt_lengths")
             )
-        labels = json.loads(metadata["labels"])
-        sampling = json.loads(metadata["sampling"])
-        texts = {int(i): text for i, text in json.loads(metadata["token_texts"]).items()}
+        labels, sampling = metadata["labels"], metadata["sampling"]
+        texts = {int(i): text for i, text in metadata["token_texts"].items()}
     except Exception as error:
         raise UnusableInput(f"{path.name}: not a sequence table ({error})") from None
     if not len(lengths) == len(prompts) == len(labels) == len(sampling) or sum(lengths) != len(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from safetensors.torch import save
 from rlk_align.capture.rows import SCHEMA, Rows
 from rlk_align.contract import VocabLayout
 from rlk_align.errors import UnusableInput
-from rlk_align.files import canonical_json, write_atomically
+from rlk_align.files import canonical_json, metadata_entry, write_atomically
 from rlk_align.provenance import Provenance
 
 PART_BYTES = 64 << 20
@@ -189,8 +188,9 @@ def _part(pending: list[Rows], prompts: dict[str, Prompt]) -> bytes:
     ]
     metadata = {
         "schema": SCHEMA,
-        "labels": json.dumps(labels),
-        "prompts": json.dumps(new, sort_keys=True, allow_nan=False),
+        "labels": labels,
+        "prompts": new,
     }
-    content: bytes = save({name: t.contiguous() for name, t in tensors.items()}, metadata)
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    content: bytes = save(contiguous, metadata_entry(metadata))
     return content
