@@ -158,7 +158,8 @@ def run(entry: click.Command, argv: list[str] | None, name: str) -> int:
 
 
 def _complain(name: str, sentence: str, status: int) -> int:
-    print(f"{name}: {sentence}", file=sys.stderr)
+    # one line, whatever an engine put into a label
+    print(f"{name}: {' '.join(sentence.split())}", file=sys.stderr)
     return status
 
 

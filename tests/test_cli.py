@@ -78,6 +78,15 @@ def test_the_report_is_strict_json_with_every_number(compared):
     assert report["terms"]["engine_function"]["logp_abs_diff_max"] == 0
     assert report["statuses"]["rollout"] == {"reported": {"valid": 33}, "kernel": {"ok": 33}}
     assert len(report["worst"]) == 10
+    # text stands before numbers in the natural order of labels
+    token_id = samples(6)[5].response[0]
+    assert report["bits"]["kernel"]["first_mismatch"] == {
+        "sequence": "[red]5",
+        "position": 2,
+        "token_id": token_id,
+        "rollout_rank": token_id // 500,
+        "trainer_rank": 0,
+    }
     sizes = [abs(token["drift"]) for token in report["worst"]]
     assert sizes == sorted(sizes, reverse=True)
     first = report["worst"][0]

@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
+
 from rlk_align.bits import BitComparison
 from rlk_align.capture.rows import ReportedStatus
 from rlk_align.comparison import Comparison
-from rlk_align.token_table import KernelStatus, Side, status_counts
+from rlk_align.token_table import KernelStatus, Side, TokenTable, status_counts
 
 REPORT_SCHEMA = "rlk-report/1"
 
@@ -48,7 +50,7 @@ def summary_json(comparison: Comparison) -> dict[str, Any]:
         "coverage": {**asdict(inputs.coverage), "gaps": inputs.coverage.gaps()},
         "statuses": {"rollout": _statuses(table.rollout), "trainer": _statuses(table.trainer)},
         "metrics": asdict(comparison.metrics) if comparison.metrics else None,
-        "bits": {name: _bits(bits) for name, bits in comparison.bits.items()},
+        "bits": {name: _bits(bits, table) for name, bits in comparison.bits.items()},
     }
 
 
@@ -73,5 +75,22 @@ def _statuses(side: Side) -> dict[str, dict[str, int]]:
     }
 
 
-def _bits(bits: BitComparison) -> dict[str, Any]:
-    return {**asdict(bits), "equal_count": bits.equal_count}
+def _bits(bits: BitComparison, table: TokenTable) -> dict[str, Any]:
+    first = bits.first_mismatch
+    return {
+        **asdict(bits),
+        "equal_count": bits.equal_count,
+        "first_mismatch": None if first is None else _place(table, first),
+    }
+
+
+def _place(table: TokenTable, at: int) -> dict[str, Any]:
+    """Where the compared token ``at`` stands."""
+    row = int(np.flatnonzero(table.compared)[at])
+    return {
+        "sequence": table.labels[int(table.sequence[row])],
+        "position": int(table.position[row]),
+        "token_id": int(table.token_id[row]),
+        "rollout_rank": int(table.rollout.owner_rank[row]),
+        "trainer_rank": int(table.trainer.owner_rank[row]),
+    }
