@@ -53,6 +53,8 @@ def run(model, prompts, tmp_path, capfd, monkeypatch):
         ({"prompts": "nowhere.jsonl"}, "nowhere.jsonl: no such file"),
         ({"tp": "0"}, "'--tp': 0 is not in the range"),
         ({"level": "hidden"}, "'--level': 'hidden' is not one of"),
+        ({"temperature": "-1"}, "'--temperature': -1.0 is not in the range"),
+        ({"top_p": "2"}, "'--top-p': 2.0 is not in the range"),
         ({"temprature": "1"}, "No such option '--temprature'"),
     ],
 )

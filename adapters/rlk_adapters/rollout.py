@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from rlk_align.files import read_json
 EPILOG = """Example:
 rlk-rollout --model Qwen3-0.6B --prompts prompts.jsonl --out captures/rollout --tp 2
 """
-COUNT = click.IntRange(1)
+COUNT, AMOUNT, SHARE = click.IntRange(1), click.FloatRange(0), click.FloatRange(0, 1)
 SAMPLING_FLAGS = ("max_tokens", "temperature", "top_p", "top_k", "min_p")
 
 
@@ -30,10 +29,10 @@ SAMPLING_FLAGS = ("max_tokens", "temperature", "top_p", "top_k", "min_p")
 @click.option("--tp", type=COUNT, default=1, metavar="N", help="Tensor-parallel workers [1].")
 @click.option("--n", type=COUNT, default=1, metavar="N", help="Samples of each prompt [1].")
 @click.option("--max-tokens", type=COUNT, default=64, metavar="N", help="Of each sample [64].")
-@click.option("--temperature", type=float, metavar="T", help="[generation_config.json, then 1]")
-@click.option("--top-p", type=float, metavar="P", help="[generation_config.json, then 1]")
+@click.option("--temperature", type=AMOUNT, metavar="T", help="[generation_config.json, then 1]")
+@click.option("--top-p", type=SHARE, metavar="P", help="[generation_config.json, then 1]")
 @click.option("--top-k", type=int, metavar="K", help="[generation_config.json, then 0: all]")
-@click.option("--min-p", type=float, metavar="P", help="[generation_config.json, then 0]")
+@click.option("--min-p", type=SHARE, metavar="P", help="[generation_config.json, then 0]")
 @click.option("--seed", type=int, default=0, metavar="N", help="Of the engine [0].")
 @click.option("--dtype", default="auto", metavar="DTYPE", help="[auto: the checkpoint's]")
 @click.option("--level", type=click.Choice(["logits", "state"]), default="logits",
@@ -84,6 +83,7 @@ def _run(model: Path, out: Path, tp: int, prompts: list[list[int]], options: dic
     from rlk_adapters.rollout_engine import CaptureFailed, Engine, EngineOptions
     from rlk_adapters.rollout_environment import stdout_to_stderr
     from rlk_align.capture.seal import seal_capture
+    from rlk_align.progress import bars
 
     longest = max(map(len, prompts)) + options["max_tokens"]
     engine_options = EngineOptions(
@@ -99,7 +99,7 @@ def _run(model: Path, out: Path, tp: int, prompts: list[list[int]], options: dic
     with stdout_to_stderr(), Engine(engine_options) as engine:
         received = engine.generate(prompts, sampling)
         engine.finish_capture()
-    manifest = seal_capture(out, token_texts=_token_texts(model), progress=_progress)
+    manifest = seal_capture(out, token_texts=_token_texts(model), progress=bars("sealing"))
     try:
         return audit(out, received)
     except CaptureFailed:
@@ -113,16 +113,6 @@ def _token_texts(model: Path) -> Any:
 
     tokenizer = model / "tokenizer.json"
     return TokenTexts(tokenizer) if tokenizer.is_file() else None
-
-
-def _progress(parts: Iterable[Any]) -> Iterable[Any]:
-    from rich.console import Console
-    from rich.progress import track
-
-    console = Console(stderr=True)
-    return track(
-        list(parts), "sealing", console=console, transient=True, disable=not console.is_terminal
-    )
 
 
 def main(argv: list[str] | None = None) -> int:

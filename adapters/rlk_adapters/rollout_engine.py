@@ -86,6 +86,7 @@ class Engine:
             CaptureFailed: If a worker does not capture.
         """
         import vllm
+        from vllm.exceptions import VLLMValidationError
 
         self._check(self._call("rlk_status"))
         self._llm.get_default_sampling_params()
@@ -97,7 +98,7 @@ class Engine:
                 params,
                 use_tqdm=sys.stderr.isatty(),
             )
-        except ValueError as error:
+        except (ValueError, VLLMValidationError) as error:
             raise UnusableInput(f"vLLM refuses: {one_sentence(error)}") from None
         return [_sampled(output) for output in outputs]
 

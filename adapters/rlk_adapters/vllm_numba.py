@@ -12,7 +12,7 @@ from __future__ import annotations
 
 def give_library_a_dict() -> None:
     """Have llvmlite's library handle answer ``__dict__`` with an empty dict."""
-    from llvmlite.binding import ffi
+    from llvmlite.binding import ffi  # type: ignore[import-untyped]
 
     # its table of functions is asked before the library is
     ffi.lib._fntab.setdefault("__dict__", {})
