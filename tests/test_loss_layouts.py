@@ -1,0 +1,444 @@
+"""The loss has the same bits on every layout, and one rank's fault is every rank's error.
+
+All of it happens in one run of eight gloo processes, on groups of one to eight of them. With
+LOSS_RANKS=32 the same tests go through every layout of TP 1/2/4 x DP 1/2/4 x CP 1/2.
+"""
+
+import itertools
+import os
+import re
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from loss_batch import (
+    COLUMNS,
+    SETTINGS,
+    cut_over_data_ranks,
+    loss_of,
+    part_of,
+    whole_batch,
+    whole_part,
+)
+from ranks import run_on_ranks
+
+from rlk_align.contract import MaskContract
+from rlk_align.loss import GrpoLoss
+
+NUM_RANKS = int(os.environ.get("LOSS_RANKS", "8"))
+LAYOUTS = [
+    layout
+    for layout in itertools.product((1, 2, 4), (1, 2, 4), (1, 2))
+    if layout[0] * layout[1] * layout[2] <= NUM_RANKS
+]
+DTYPES = {
+    "tokens, k3": torch.bfloat16,
+    "sequences, k1, mean": torch.float32,
+    "constant": torch.float32,
+}
+
+
+def outcome(name: str, part: dict[str, Any], backend: str, **groups: Any) -> dict[str, Any]:
+    """All that must not depend on the layout, and this rank's gradient."""
+    result = loss_of(part, SETTINGS[name], backend, **groups)
+    # a factor, as a loss scaler has one
+    (1.7 * result.loss).backward()
+    return replicated(result) | {"gradient": part["logits_TL"].grad}
+
+
+def replicated(result: GrpoLoss) -> dict[str, torch.Tensor]:
+    totals = result.totals
+    values = {
+        "loss": result.loss.detach(),
+        "ids": result.sequence_ids_S,
+        "advantage": result.advantage_S,
+        "num_active": result.num_active_S,
+        "policy": totals.policy_S,
+        "kl": totals.kl_S,
+        "low": totals.num_clipped_low_S,
+        "high": totals.num_clipped_high_S,
+    }
+    return {name: value for name, value in values.items() if value is not None}
+
+
+@cache
+def outcome_alone(name: str) -> dict[str, Any]:
+    return outcome(name, whole_part(batch_for(name)), "expsum-cpu")
+
+
+@cache
+def batch_for(name: str) -> Any:
+    return whole_batch(DTYPES[name], has_reference="kl" in SETTINGS[name])
+
+
+def groups_of(rank: int, tp: int, data: int) -> dict[str, dist.ProcessGroup | None]:
+    """This rank's groups for a layout, None for those of one; every rank makes all of them."""
+    mine: dict[str, dist.ProcessGroup | None] = {}
+    by_name = {
+        "tp_group": [range(first, first + tp) for first in range(0, tp * data, tp)],
+        "data_group": [range(tp_rank, tp * data, tp) for tp_rank in range(tp)],
+    }
+    for name, members in by_name.items():
+        groups = [dist.new_group(ranks) for ranks in members if len(ranks) > 1]
+        mine[name] = next((g for g in groups if dist.get_rank(g) >= 0), None)
+    return mine
+
+
+def sound_cases(rank: int) -> dict[Any, Any]:
+    results = {}
+    for tp, data in sorted({(tp, dp * cp) for tp, dp, cp in LAYOUTS}):
+        groups = groups_of(rank, tp, data)
+        if rank >= tp * data:
+            continue
+        for (_, dp, cp), cut, name in itertools.product(
+            [layout for layout in LAYOUTS if (layout[0], layout[1] * layout[2]) == (tp, data)],
+            COLUMNS,
+            SETTINGS,
+        ):
+            rows, ids = cut_over_data_ranks(cut, dp, cp)[rank // tp]
+            part = part_of(batch_for(name), rows, ids, edges=COLUMNS[cut][tp], tp_rank=rank % tp)
+            # another backend than alone; it also starts faster
+            results[tp, dp, cp, cut, name] = outcome(name, part, "expsum-reference", **groups)
+    return results
+
+
+Call = dict[str, Any]
+
+
+def change(name: str, part: str, edit: Callable[[torch.Tensor], Any]) -> Callable[[Call], None]:
+    """A fault: an argument's tensor is edited in place, or replaced by what the edit gives."""
+
+    def apply(call: Call) -> None:
+        old = getattr(call[name], part) if part else call[name]
+        new = old.detach().clone()
+        edited = edit(new)
+        new = new if edited is None else edited
+        call[name] = replace(call[name], **{part: new}) if part else new
+
+    return apply
+
+
+def put(index: Any, value: Any) -> Callable[[torch.Tensor], None]:
+    def edit(tensor: torch.Tensor) -> None:
+        tensor[index] = value
+
+    return edit
+
+
+def set_to(**changes: Any) -> Callable[[Call], None]:
+    """A fault: other settings."""
+    return lambda call: call["settings"].update(changes)
+
+
+def first_active(call: Call) -> int:
+    return call["mask"].active.index(True)
+
+
+def at_first_active(name: str, part: str, value: Any) -> Callable[[Call], None]:
+    return lambda call: change(name, part, put(first_active(call), value))(call)
+
+
+def mask_target(call: Call) -> None:
+    row = first_active(call)
+    call["logits_TL"] = call["logits_TL"].detach().clone()
+    column = int(call["token_ids_T"][row]) - call["sharding"].bounds[0]
+    if 0 <= column < call["logits_TL"].shape[1]:
+        call["logits_TL"][row, column] = -torch.inf
+
+
+def set_active(call: Call, active: list[bool]) -> None:
+    call["mask"] = MaskContract(num_tokens=len(active), active=tuple(active))
+
+
+def lose_a_token(call: Call) -> None:
+    active = list(call["mask"].active)
+    active[first_active(call)] = False
+    set_active(call, active)
+
+
+def nothing_active(call: Call) -> None:
+    set_active(call, [False] * call["mask"].num_tokens)
+    change("sequences", "num_active", lambda t: torch.zeros_like(t))(call)
+
+
+def feed_rows_twice(call: Call) -> None:
+    for part in ("sequence_ids_T", "old_logprob_T", "ref_logprob_T"):
+        change("rows", part, lambda t: torch.cat([t, t]))(call)
+    call["token_ids_T"] = torch.cat([call["token_ids_T"]] * 2)
+    call["logits_TL"] = torch.cat([call["logits_TL"].detach()] * 2)
+    set_active(call, [*call["mask"].active] * 2)
+
+
+def faults() -> dict[str, tuple[tuple[int, ...], Callable[[Call], Any], str]]:
+    """Which of the ranks of TP 2 x CP 2 do what wrong, and what all four must say.
+
+    Ranks 0 and 1 share rows, as do 2 and 3; all list every sequence.
+    """
+    one, pair, everyone = (3,), (2, 3), (0, 1, 2, 3)
+    group = r"tensor-parallel ranks \[2, 3\], counted from 0: "
+    return {
+        "no rows": (one, lambda c: c.update(rows=None), "rank 3: 'NoneType'"),
+        "no table": (one, lambda c: c.update(sequences=None), "rank 3: 'NoneType'"),
+        "bad contract": (
+            one,
+            set_to(clip_low=2.0),
+            "rank 3: clip_low should be a number from 0 to 1, got 2.0",
+        ),
+        "bad logprob contract": (
+            one,
+            lambda c: c.update(logits_dtype="fp8"),
+            "rank 3: logits_dtype should be one of bf16, fp16, fp32, got 'fp8'",
+        ),
+        "rollout's contract": (
+            one,
+            lambda c: c.update(role="infer"),
+            "rank 3: the logprobs of a loss have role train, got infer",
+        ),
+        "mask too short": (
+            one,
+            lambda c: set_active(c, [True] * 102),
+            r"rank 3: sequence_ids_T should be torch.int64 \[102\], got torch.int64 \[103\]",
+        ),
+        "float64 logprobs": (
+            one,
+            change("rows", "old_logprob_T", lambda t: t.double()),
+            "rank 3: old_logprob_T should be torch.float32",
+        ),
+        "NaN where active": (
+            one,
+            at_first_active("rows", "old_logprob_T", torch.nan),
+            r"rank 3: row \d+: old_logprob_T is nan at an active token",
+        ),
+        "unknown sequence": (
+            one,
+            change("rows", "sequence_ids_T", put(5, 99)),
+            "rank 3: row 5 belongs to sequence 99, which the SequenceTable",
+        ),
+        "no reference": (
+            one,
+            lambda c: c.update(rows=replace(c["rows"], ref_logprob_T=None)),
+            "rank 3: the contract has a KL, but ref_logprob_T is None",
+        ),
+        "listed twice": (
+            one,
+            change("sequences", "ids", put(1, 0)),
+            "rank 3: sequence 0 is listed twice",
+        ),
+        "negative id": (
+            one,
+            change("sequences", "ids", put(0, -1)),
+            "rank 3: sequence -1 has a negative id",
+        ),
+        "reward NaN": (
+            one,
+            change("sequences", "rewards", put(2, torch.nan)),
+            "rank 3: sequence 2 has a reward that is not finite",
+        ),
+        "negative count": (
+            one,
+            change("sequences", "num_active", put(2, -1)),
+            "rank 3: sequence 2 has a negative num_active",
+        ),
+        "other old logprob": (
+            one,
+            at_first_active("rows", "old_logprob_T", -1.0),
+            "rank 3 passes other old_logprob_T than rank 2",
+        ),
+        "other reference": (
+            one,
+            at_first_active("rows", "ref_logprob_T", -1.0),
+            "rank 3 passes other ref_logprob_T than rank 2",
+        ),
+        "other mask": (one, lose_a_token, "rank 3 passes other mask than rank 2"),
+        "other sequences": (
+            one,
+            change("rows", "sequence_ids_T", put(0, 9)),
+            "rank 3 passes other sequence_ids_T than rank 2",
+        ),
+        "other reward": (
+            one,
+            change("sequences", "rewards", put(2, 0.5)),
+            "rank 3 passes other SequenceTable than rank 2",
+        ),
+        "other clip": (one, set_to(clip_high=0.3), "rank 3 passes other settings than rank 2"),
+        "other KL": (one, set_to(kl="k1"), "rank 3 passes other settings than rank 2"),
+        "other clip of a pair": (
+            pair,
+            set_to(clip_high=0.3),
+            "rank [23] passes other settings than rank [01]",
+        ),
+        "other reward of a pair": (
+            pair,
+            change("sequences", "rewards", put(2, 0.5)),
+            "rank [23] has another reward of sequence 2 than rank [01]",
+        ),
+        "other group of a pair": (
+            pair,
+            change("sequences", "group_ids", put(2, 3)),
+            "rank [23] has another group id of sequence 2 than rank [01]",
+        ),
+        "lost token": (pair, lose_a_token, r"sequence \d has \d+ active tokens on all ranks"),
+        "rows fed twice": (pair, feed_rows_twice, r"sequence \d has \d+ active tokens on all"),
+        "no active token": (everyone, nothing_active, "no token of the batch is active"),
+        "group size": (
+            everyone,
+            set_to(group_size=4),
+            "group 7 has 3 sequences, but group_size is 4",
+        ),
+        "huge rewards": (
+            everyone,
+            lambda c: (
+                change("sequences", "rewards", lambda t: t * 1e12)(c),
+                set_to(advantage="mean")(c),
+            ),
+            "group 7: an advantage is beyond",
+        ),
+        "no ids": (one, lambda c: c.update(token_ids_T=None), group + "TP rank 1: "),
+        "a list": (one, lambda c: c.update(token_ids_T=[1] * 103), group + "TP rank 1: "),
+        "no logits": (one, lambda c: c.update(logits_TL=None), group + "TP rank 1: "),
+        "logits of float64": (
+            one,
+            change("logits_TL", "", lambda t: t.double()),
+            group + "TP rank 1: the contract says logits of bf16, got torch.float64",
+        ),
+        "other backend": (
+            one,
+            lambda c: c.update(backend="expsum-cpu"),
+            group + "TP rank 1 runs backend expsum-cpu, TP rank 0 expsum-reference",
+        ),
+        "id outside": (
+            one,
+            lambda c: change("token_ids_T", "", put(first_active(c), 500))(c),
+            group + r"TP rank 1: row \d+: token id 500 is outside",
+        ),
+        "NaN logit": (
+            one,
+            change("logits_TL", "", put((4, 7), torch.nan)),
+            group + "rank 1: row 4: logit of token id 257 is NaN",
+        ),
+        "other ids": (
+            one,
+            lambda c: change("token_ids_T", "", put(first_active(c), 0))(c),
+            group + "rank 1 has other token ids than rank 0",
+        ),
+        "masked target": (
+            pair,
+            mask_target,
+            group + r"row \d+, of sequence \d: logprob - old_logprob is -inf nats",
+        ),
+        "far below": (
+            pair,
+            at_first_active("rows", "old_logprob_T", -90.0),
+            group + r"row \d+, of sequence \d: logprob - old_logprob is 8\d(\.\d+)? nats",
+        ),
+    }
+
+
+def faulty_cases(rank: int) -> dict[str, tuple[str, str, float]]:
+    """Kind and text of the error, and the seconds it took, for each fault."""
+    groups = groups_of(rank, 2, 2)
+    results = {}
+    for name, (ranks, break_arguments, _) in faults().items():
+        if rank >= 4:
+            break
+        rows, ids = cut_over_data_ranks("even", 1, 2)[rank // 2]
+        edges = COLUMNS["even"][2]
+        call = part_of(batch_for("tokens, k3"), rows, ids, edges=edges, tp_rank=rank % 2)
+        call |= {"settings": dict(SETTINGS["tokens, k3"]), "backend": "expsum-reference"}
+        before = time.monotonic()
+        try:
+            if rank in ranks:
+                break_arguments(call)
+            loss_of(call, call["settings"], call["backend"], **groups)
+            results[name] = ("nothing", "", 0.0)
+        except Exception as error:
+            results[name] = (type(error).__name__, str(error), time.monotonic() - before)
+    return results
+
+
+def seconds_until_a_missing_rank_is_given_up(rank: int) -> float:
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=2))
+    if rank > 0:
+        # there, and silent: a rank that is gone would be noticed at once
+        time.sleep(4)
+        return 0.0
+    rows, ids = cut_over_data_ranks("even", 2, 1)[0]
+    part = part_of(batch_for("constant"), rows, ids)
+    before = time.monotonic()
+    with pytest.raises(RuntimeError):
+        loss_of(part, SETTINGS["constant"], data_group=group)
+    return time.monotonic() - before
+
+
+def wrong_groups(rank: int) -> str:
+    groups = groups_of(rank, 2, 2)
+    if rank >= 4:
+        return ""
+    groups["data_group"] = groups["tp_group"]
+    with pytest.raises(ValueError, match="is in tp_group and in data_group") as caught:
+        loss_of(whole_part(batch_for("constant")), SETTINGS["constant"], **groups)
+    return str(caught.value)
+
+
+def all_cases(rank: int) -> dict[str, Any]:
+    results: dict[str, Any] = {"sound": sound_cases(rank), "faulty": faulty_cases(rank)}
+    results["wrong groups"] = wrong_groups(rank)
+    dist.barrier()
+    results["given_up_s"] = seconds_until_a_missing_rank_is_given_up(rank)
+    return results
+
+
+@pytest.fixture(scope="module")
+def results() -> list[dict[str, Any]]:
+    return run_on_ranks(NUM_RANKS, all_cases, timeout_s=60 + 15 * NUM_RANKS)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("cut", COLUMNS)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "TP{} DP{} CP{}".format(*layout))
+def test_every_layout_gives_the_same_bits(
+    results: list[dict[str, Any]], layout: tuple[int, int, int], cut: str, name: str
+) -> None:
+    tp, dp, cp = layout
+    expected = outcome_alone(name)
+    whole = torch.full_like(batch_for(name).logits, torch.nan)
+    for rank in range(tp * dp * cp):
+        ours = results[rank]["sound"][tp, dp, cp, cut, name]
+        for quantity in expected.keys() - {"gradient"}:
+            assert torch.equal(ours[quantity], expected[quantity]), quantity
+        rows, _ = cut_over_data_ranks(cut, dp, cp)[rank // tp]
+        start, end = COLUMNS[cut][tp][rank % tp : rank % tp + 2]
+        whole[rows, start:end] = ours["gradient"]
+    assert torch.equal(whole[:, :500], expected["gradient"])
+    padding = whole[:, 500 : COLUMNS[cut][tp][-1]]
+    assert (padding == 0).all()
+
+
+@pytest.mark.parametrize("fault", faults())
+def test_a_fault_of_one_rank_is_the_same_error_on_every_rank(
+    results: list[dict[str, Any]], fault: str
+) -> None:
+    outcomes = [results[rank]["faulty"][fault] for rank in range(4)]
+    assert {kind for kind, _, _ in outcomes} == {"UnusableInput"}, outcomes
+    # where tensor-parallel ranks fail as one, each data group names its own
+    for _, message, _ in outcomes:
+        assert re.match(faults()[fault][2], message), message
+    assert max(seconds for _, _, seconds in outcomes) < 5
+
+
+def test_a_missing_rank_is_waited_for_as_long_as_the_group_says(
+    results: list[dict[str, Any]],
+) -> None:
+    assert 1 < results[0]["given_up_s"] < 10
+
+
+def test_groups_that_overlap_are_refused(results: list[dict[str, Any]]) -> None:
+    assert results[3]["wrong groups"].startswith(
+        "rank 2 is in tp_group and in data_group of rank 3"
+    )
