@@ -12,6 +12,7 @@ from pathlib import Path
 import click
 
 from rlk_align.errors import UnusableInput
+from rlk_align.matrix.command import matrix
 
 COMPARE_EPILOG = """
 \b
@@ -130,6 +131,9 @@ def seal(capture: Path) -> None:
     from rlk_align.progress import bars
 
     click.echo(f"sealed: {seal_capture(capture, progress=bars('sealing'))}")
+
+
+command.add_command(matrix)
 
 
 def main(argv: list[str] | None = None) -> int:
