@@ -17,10 +17,12 @@ from captures import (
     write_workers,
 )
 
+from rlk_align.audit import same_rows
 from rlk_align.capture.seal import manifest_digest
 from rlk_align.cli import main
 from rlk_align.contract import equal_shards
 from rlk_align.provenance import NOT_OBSERVED
+from rlk_kernels import expsum_state
 
 LAYOUT = equal_shards(VOCAB, 2)
 
@@ -280,3 +282,22 @@ def test_a_report_that_cannot_be_written(good, tmp_path, capsys):
     assert (status, out) == (2, "")
     assert err.count("\n") == 1
     assert "the report cannot be written" in err
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "value"),
+    [
+        ("top", 1, 3),
+        ("bins", (1, 2), 3),
+        ("invalid_column", 1, 3),
+        ("has_target", 1, False),
+        ("target_logit", 1, 3.0),
+    ],
+)
+def test_the_audit_sees_every_field_of_a_state(name, row, value):
+    logits = torch.randn(2, 20, generator=torch.Generator().manual_seed(0))
+    state = expsum_state(logits, token_ids=torch.tensor([3, 4]), vocab_size=20)
+    changed = getattr(state, name).clone()
+    changed[row] = value
+    assert same_rows(state, state).tolist() == [True, True]
+    assert same_rows(state, replace(state, **{name: changed})).tolist() == [True, False]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import save
@@ -24,7 +25,7 @@ Key = tuple[str, int]
 
 def sequence_digest(token_ids: Sequence[int]) -> str:
     """SHA-256 of the token ids as little-endian int64, in hexadecimal."""
-    return hashlib.sha256(b"".join(i.to_bytes(8, "little") for i in token_ids)).hexdigest()
+    return hashlib.sha256(np.array(token_ids, dtype="<i8").tobytes()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
