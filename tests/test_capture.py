@@ -112,10 +112,14 @@ def test_ranks_that_hold_different_steps_of_a_token_are_not_a_whole_row(tmp_path
         writer = writer_of(tmp_path / "c", plan, tp_rank=tp_rank)
         writer.register(sample.label, sample.prompt)
         writer.append(rows_of(sample, [0, 1], plan, tp_rank))
-        writer.append(rows_of(sample, [2], replace(plan, step=tp_rank), tp_rank))
+        again = replace(sample, reported=sample.reported - tp_rank)
+        writer.append(rows_of(again, [2], replace(plan, step=tp_rank), tp_rank))
         writer.close()
     seal_capture(tmp_path / "c")
-    assert open_capture(tmp_path / "c").tokens().all_ranks.tolist() == [True, True, False]
+    rows = open_capture(tmp_path / "c").tokens()
+    assert rows.all_ranks.tolist() == [True, True, False]
+    # what the later computation reported counts, whichever rank has it
+    assert rows.reported[2] == sample.reported[2] - 1
 
 
 def test_two_rows_of_one_step_are_refused(tmp_path):
