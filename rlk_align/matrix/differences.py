@@ -67,6 +67,7 @@ def differences(
     worst = int(torch.where(size.isnan(), torch.inf, size).argmax())
     p95, p99 = torch.quantile(size, size.new_tensor([0.95, 0.99])).tolist()
     step = torch.exp2(expected.abs().clamp(min=CLAIM_FLOOR_NATS).log2().floor() - 23)
+    is_claimed = (expected.abs() >= CLAIM_FLOOR_NATS) | ~(size < CLAIM_FLOOR_NATS)
     return Differences(
         status=DifferenceStatus.COMPARED,
         num_tokens=len(tokens),
@@ -75,7 +76,7 @@ def differences(
         p95_abs=_number(p95),
         p99_abs=_number(p99),
         max_relative=_number((size / expected.abs().clamp(min=RELATIVE_FLOOR_NATS)).max()),
-        max_ulp=_number((size / step).max()),
+        max_ulp=_number(torch.where(is_claimed, size / step, 0.0).max()),
         worst=WorstToken(
             token=tokens[worst],
             target_id=targets[worst],
