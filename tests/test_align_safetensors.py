@@ -73,6 +73,10 @@ def test_files_and_captures_of_the_same_numbers_give_the_same_statistics(run, tm
         for s in (ours[0], theirs[0])
     )
     _, of_files, _ = run(*files)
+    # a plain file counts positions from its own first row
+    for report in (of_files, of_captures):
+        for bits in report["bits"].values():
+            bits.pop("first_mismatch")
     for field in ("terms", "metrics", "bits", "num_tokens", "token_classes", "verdict"):
         assert of_files[field] == of_captures[field]
 
