@@ -8,6 +8,7 @@ import json
 import math
 from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import mpmath
@@ -369,3 +370,11 @@ def test_errors_of_a_process_alone_name_no_rank() -> None:
     far = replace(batch.rows, ref_logprob_T=run(batch, **large).logprob_T + 63)
     with pytest.raises(ValueError, match=r"^the loss is beyond float32"):
         run(batch, rows=far, **large)
+
+
+def test_the_example_of_the_docs_runs() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "loss.md").read_text()
+    names: dict[str, Any] = {}
+    exec(text.split("```python\n")[1].split("```")[0], names)
+    assert names["logits"].grad.abs().sum() > 0
+    assert not names["logits"].grad[2].any()

@@ -1,7 +1,7 @@
 """The loss has the same bits on every layout, and one rank's fault is every rank's error.
 
 All of it happens in one run of eight gloo processes, on groups of one to eight of them. With
-LOSS_RANKS=32 the same tests go through every layout of TP 1/2/4 x DP 1/2/4 x CP 1/2.
+LOSS_RANKS=32 it is one of 32, through all 18 layouts of TP 1/2/4 x DP 1/2/4 x CP 1/2.
 """
 
 import itertools
@@ -29,7 +29,9 @@ from loss_batch import (
 from ranks import run_on_ranks
 
 from rlk_align.contract import MaskContract
+from rlk_align.dispatch import BackendEntry, Capability, register_backend
 from rlk_align.loss import GrpoLoss
+from rlk_kernels import SelectedLogprob, selected_logprob
 
 NUM_RANKS = int(os.environ.get("LOSS_RANKS", "8"))
 LAYOUTS = [
@@ -327,6 +329,11 @@ def faults() -> dict[str, tuple[tuple[int, ...], Callable[[Call], Any], str]]:
             lambda c: change("token_ids_T", "", put(first_active(c), 0))(c),
             group + "rank 1 has other token ids than rank 0",
         ),
+        "fails alone": (
+            everyone,
+            lambda c: c.update(backend="alone"),
+            group + "backend alone returned logprob as torch.float64",
+        ),
         "masked target": (
             pair,
             mask_target,
@@ -340,9 +347,28 @@ def faults() -> dict[str, tuple[tuple[int, ...], Callable[[Call], Any], str]]:
     }
 
 
+def register_backend_that_fails_on(faulty_rank: int, rank: int) -> None:
+    """Called "alone": once its collective is over, one rank has another dtype."""
+
+    def compute(*args: Any, **kwargs: Any) -> SelectedLogprob:
+        values = selected_logprob(*args, **kwargs, backend="reference")
+        return replace(values, logprob=values.logprob.double()) if rank == faulty_rank else values
+
+    capability = Capability(backend_id="alone", platform="cpu", tier="production")
+    register_backend(
+        BackendEntry(
+            backend_id="alone",
+            build=lambda platform: compute,
+            platforms=frozenset([capability.platform]),
+            capabilities=(capability,),
+        )
+    )
+
+
 def faulty_cases(rank: int) -> dict[str, tuple[str, str, float]]:
     """Kind and text of the error, and the seconds it took, for each fault."""
     groups = groups_of(rank, 2, 2)
+    register_backend_that_fails_on(3, rank)
     results = {}
     for name, (ranks, break_arguments, _) in faults().items():
         if rank >= 4:

@@ -79,15 +79,15 @@ class LocalBatch:
         return torch.tensor([self.settings_digest(), *own])
 
 
-def agree(local: LocalBatch | None, error: str, groups: LossGroups) -> Roster:
+def agree(local: LocalBatch | None, failure: UnusableInput | None, groups: LossGroups) -> Roster:
     """The roster of all ranks' sequences, the same on every rank.
 
-    An error goes round the tensor-parallel group first and from there round every data group, and
+    A failure goes round the tensor-parallel group first and from there round every data group, and
     so reaches every rank.
 
     Args:
         local: This rank's input; None if it is wrong.
-        error: What is wrong with it, naming the rank.
+        failure: What is wrong with it, naming the rank.
         groups: This rank's groups.
 
     Raises:
@@ -95,11 +95,11 @@ def agree(local: LocalBatch | None, error: str, groups: LossGroups) -> Roster:
     """
     nothing = torch.zeros(0, dtype=torch.int64)
     try:
-        digests = exchange(nothing if local is None else local.digests(), error, groups.tp)
+        digests = exchange(nothing if local is None else local.digests(), failure, groups.tp)
         _check_alike(digests, groups.tp_ranks)
-    except UnusableInput as failure:
-        local, error = None, str(failure)
-    messages = exchange(nothing if local is None else local.words(), error, groups.data)
+    except UnusableInput as told:
+        local, failure = None, told
+    messages = exchange(nothing if local is None else local.words(), failure, groups.data)
     for rank, message in zip(groups.data_ranks, messages, strict=True):
         if message[0] != messages[0][0]:
             raise UnusableInput(_differs("settings", rank, groups.data_ranks[0]))

@@ -73,26 +73,38 @@ class LossGroups:
         return f"tensor-parallel ranks {self.tp_ranks}, counted from 0: "
 
 
-def exchange(words: Tensor, error: str, group: dist.ProcessGroup | None) -> list[Tensor]:
+def attempt(work: Callable[[], T], name: str) -> tuple[T | None, UnusableInput | None]:
+    """What ``work`` gives, or the failure to tell the others of, which begins with ``name``."""
+    try:
+        return work(), None
+    except Exception as error:
+        failure = UnusableInput(f"{name}{str(error) or type(error).__name__}")
+        failure.__cause__ = error
+        return None, failure
+
+
+def exchange(
+    words: Tensor, failure: UnusableInput | None, group: dist.ProcessGroup | None
+) -> list[Tensor]:
     """Every rank's int64 words, of any number, rank by rank.
 
     Args:
-        words: int64 [any number], on the CPU.
-        error: What is wrong on this rank, naming it; empty if nothing. The words are not read then.
+        words: int64 [any number], on the CPU; not read if there is a failure.
+        failure: What is wrong on this rank, naming it.
         group: None if this process is alone.
 
     Raises:
-        UnusableInput: The same on every rank, with the first error in rank order.
+        UnusableInput: The same on every rank, with the first failure in rank order.
     """
     if group is None:
-        if error:
-            raise UnusableInput(error)
+        if failure is not None:
+            raise failure
         return [words]
-    headers = all_gather_words(_header(len(words), error), group)
+    headers = all_gather_words(_header(len(words), failure), group)
     for header in headers:
         text = header[1:].contiguous().numpy().tobytes().rstrip(b"\0").decode("ascii")
         if text:
-            raise UnusableInput(text)
+            raise UnusableInput(text) from failure
     counts = [int(header[0]) for header in headers]
     padded = torch.zeros(max(counts), dtype=torch.int64)
     padded[: len(words)] = words
@@ -100,16 +112,20 @@ def exchange(words: Tensor, error: str, group: dist.ProcessGroup | None) -> list
     return [part[:count] for part, count in zip(received, counts, strict=True)]
 
 
-def attempt(work: Callable[[], T], name: str) -> tuple[T | None, str]:
-    """What ``work`` gives and no error, or nothing and the error that begins with ``name``."""
+def exchange_over_data(
+    words: Tensor, failure: UnusableInput | None, groups: LossGroups
+) -> list[Tensor]:
+    """`exchange` in the data group; a failure goes round the tensor-parallel group before."""
     try:
-        return work(), ""
-    except Exception as error:
-        return None, f"{name}{str(error) or type(error).__name__}"
+        exchange(torch.zeros(0, dtype=torch.int64), failure, groups.tp)
+    except UnusableInput as told:
+        failure = told
+    return exchange(words, failure, groups.data)
 
 
-def _header(count: int, error: str) -> Tensor:
+def _header(count: int, failure: UnusableInput | None) -> Tensor:
     """int64: the number of words, then the error; a long error is cut."""
+    error = "" if failure is None else str(failure)
     text = error.encode("ascii", "replace")[:ERROR_BYTES].ljust(ERROR_BYTES, b"\0")
     return torch.cat(
         [torch.tensor([count]), torch.from_numpy(np.frombuffer(text, np.int64).copy())]

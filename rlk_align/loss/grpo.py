@@ -22,7 +22,7 @@ from rlk_align.loss.advantage import group_advantages
 from rlk_align.loss.agreement import LocalBatch, agree
 from rlk_align.loss.batch import SequenceTable, TokenRows
 from rlk_align.loss.contract import LossContract, Normalizer
-from rlk_align.loss.exchange import LossGroups, attempt, exchange
+from rlk_align.loss.exchange import LossGroups, attempt, exchange_over_data
 from rlk_align.loss.roster import Roster
 from rlk_align.loss.token_terms import TokenTerms, token_terms
 from rlk_align.loss.totals import Totals, local_words, merged_totals
@@ -87,10 +87,10 @@ def grpo_loss(
             breaks its contract, or no token is active on any rank.
     """
     groups = LossGroups(tp=tp_group, data=data_group)
-    local, error = attempt(
+    local, failure = attempt(
         lambda: LocalBatch.checked(make_contract(), rows, sequences), groups.own_name
     )
-    roster = agree(local, error, groups)
+    roster = agree(local, failure, groups)
     assert local is not None  # agree has raised if there is none
     contract = local.contract
     advantage_S = group_advantages(roster.rewards_S, roster.group_ids_S, contract)
@@ -103,10 +103,10 @@ def grpo_loss(
         logprob_T = values.logprob.detach().cpu()
         return values, token_terms(logprob_T, local.rows, advantage_S[place_T], contract)
 
-    own, error = attempt(own_terms, groups.logprob_name)
+    own, failure = attempt(own_terms, groups.logprob_name)
     words = local_words(own[1], local) if own else torch.zeros(0, dtype=torch.int64)
-    messages = exchange(words, error, groups.data)
-    assert own is not None  # exchange has raised if there is none
+    messages = exchange_over_data(words, failure, groups)
+    assert own is not None  # the exchange has raised if there is none
     values, terms = own
     totals = merged_totals(messages, roster, has_kl=contract.kl is not None)
     divisor_S = _divisors(roster, contract)
