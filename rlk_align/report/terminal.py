@@ -42,24 +42,25 @@ EXPONENT_OVERFLOW = "exp(d) is beyond float64"
 
 
 def print_report(comparison: Comparison, console: Console) -> None:
-    """Everything but the files; the verdict comes last."""
+    """Everything but the files; what matters most stands last, where a terminal shows it."""
     inputs = comparison.inputs
     console.print(Text(f"rollout: {inputs.names[0]}\ntrainer: {inputs.names[1]}\n"))
     for note in inputs.notes:
         console.print(Text(f"note: {note}\n", style="yellow"))
+    print_provenance(inputs.provenance, console)
     _print_identity(comparison, console)
+    if comparison.worst:
+        title = "Largest |d|, nats; upper line rollout, lower line trainer"
+        print_table(console, title, _worst(comparison.worst))
+    if comparison.metrics:
+        title = "The same 32 bits on both sides? Tokens by distance in ulp (float32 steps)"
+        print_table(console, title, _bits(comparison.bits))
+        _print_estimates(comparison.metrics, console)
     _print_coverage(comparison, console)
     if comparison.metrics:
         title = "Drift and the three terms it is the sum of, nats per token"
         print_table(console, title, _terms(comparison.spreads))
         console.print(Text(LEGENDS[inputs.table.basis]))
-        _print_estimates(comparison.metrics, console)
-        title = "The same 32 bits on both sides? Tokens by distance in ulp (float32 steps)"
-        print_table(console, title, _bits(comparison.bits))
-    if comparison.worst:
-        title = "Largest |d|, nats; upper line rollout, lower line trainer"
-        print_table(console, title, _worst(comparison.worst))
-    print_provenance(inputs.provenance, console)
     word, sentence = comparison.verdict.outcome, comparison.verdict.sentence
     console.print(Text.assemble((word.name.lower(), f"bold {COLOURS[word]}"), f": {sentence}"))
 
