@@ -91,9 +91,12 @@ def logits_gradient(
             )
 
 
-def vector_columns(dtype: torch.dtype) -> int:
-    """Columns that one load of one thread brings."""
-    return LOAD_BYTES // dtype.itemsize
+def _vector_columns(logits_TL: Tensor) -> int:
+    """Columns that one load of one thread brings: 1 unless all rows start at a whole vector."""
+    row_stride, column_stride = logits_TL.stride()
+    # 16 elements and 16 bytes: what triton itself looks at when it compiles for aligned arguments
+    is_aligned = row_stride % 16 == 0 and logits_TL.data_ptr() % LOAD_BYTES == 0
+    return LOAD_BYTES // logits_TL.itemsize if is_aligned and column_stride == 1 else 1
 
 
 def _write_states(
@@ -123,7 +126,7 @@ def _write_states(
         bins_TSB,
         invalid_TS,
         BLOCK=BLOCK,
-        VECTOR=vector_columns(logits_TL.dtype),
+        VECTOR=_vector_columns(logits_TL),
         HAS_TEMPERATURE=has_temperature,
         **COMPILE_OPTIONS,
     )

@@ -6,7 +6,8 @@ then, from the cache, accumulates. A second kernel merges a row's pieces. No ord
 change the bits, so block sizes, pieces and warps may be tuned freely; a fused multiply-add may not,
 so all kernels are launched with ``enable_fp_fusion=False``.
 
-A tile is [BLOCK // VECTOR, VECTOR], where VECTOR columns are what one load of one thread brings.
+A tile is [BLOCK // VECTOR, VECTOR], where VECTOR columns are what one load of one thread brings, so
+that summing over them moves nothing between threads.
 Pointers have no Python type. Letters: T tokens (rows), L this shard's columns, S pieces of a row.
 """
 
