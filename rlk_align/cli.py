@@ -94,10 +94,10 @@ def compare(
     ROLLOUT and TRAINER are sealed captures of the same tokens. d = trainer - rollout, in nats,
     per token. Two captures of one role may be compared, too: then d = second - first.
     """
-    from rlk_align.comparison import compare_captures
+    from rlk_align.compare.comparison import compare_captures
+    from rlk_align.compare.verdict import limits_of
     from rlk_align.progress import bars
     from rlk_align.report.publish import publish
-    from rlk_align.verdict import limits_of
 
     comparison = compare_captures(
         rollout,

@@ -39,10 +39,10 @@ def command(
     at that place. d is the difference of the logprobs where both files hold them, else that of
     the kernel's logprobs.
     """
-    from rlk_align.compare_files import compare_files
+    from rlk_align.compare.compare_files import compare_files
+    from rlk_align.compare.verdict import limits_of
     from rlk_align.progress import bars
     from rlk_align.report.publish import publish
-    from rlk_align.verdict import limits_of
 
     comparison = compare_files(
         rollout, trainer, limits=limits_of(limit, limit_max), num_worst=worst, track=bars

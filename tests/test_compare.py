@@ -22,14 +22,14 @@ from captures import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlk_align.budget import drift_budget
 from rlk_align.capture import ReportedStatus
 from rlk_align.cli import main
-from rlk_align.comparison import Comparison, compare_captures
+from rlk_align.compare.budget import drift_budget
+from rlk_align.compare.comparison import Comparison, compare_captures
+from rlk_align.compare.token_table import Side, TokenTable
+from rlk_align.compare.verdict import Limits, Outcome
 from rlk_align.contract import VocabLayout, equal_shards
 from rlk_align.provenance import ReportedSemantics
-from rlk_align.token_table import Side, TokenTable
-from rlk_align.verdict import Limits, Outcome
 
 TRAINER = Plan(role="trainer")
 UNEVEN = VocabLayout(vocab_size=VOCAB, bounds=((0, 3), (3, 3), (3, 990), (990, 1024)))

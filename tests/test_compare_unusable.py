@@ -17,9 +17,9 @@ from captures import (
     write_workers,
 )
 
-from rlk_align.audit import same_rows
 from rlk_align.capture.seal import manifest_digest
 from rlk_align.cli import main
+from rlk_align.compare.audit import same_rows
 from rlk_align.contract import equal_shards
 from rlk_align.provenance import NOT_OBSERVED
 from rlk_kernels import expsum_state

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from test_compare import _table
 
-from rlk_align.bits import compare_bits
-from rlk_align.budget import drift_budget
-from rlk_align.metrics import drift_metrics, spread
+from rlk_align.compare.bits import compare_bits
+from rlk_align.compare.budget import drift_budget
+from rlk_align.compare.metrics import drift_metrics, spread
 
 
 def floats(*values):

@@ -72,8 +72,7 @@ def grpo_loss(
     Args:
         make_contract: Builds this rank's contract. It is called here, so that what it raises
             reaches the other ranks instead of leaving them waiting.
-        logits_TL: ``[T, L]`` this rank's rows and columns, as `contract_logprob`. All rows are
-            read, active or not, so leave out those that hold no logits.
+        logits_TL: ``[T, L]`` this rank's rows and columns, as `contract_logprob`.
         token_ids_T: ``[T]`` int64 or int32, as `contract_logprob`.
         rows: What belongs to each row.
         sequences: What belongs to each sequence that has a row here.

@@ -12,11 +12,11 @@ from rich.text import Text
 from rlk_align.capture import Capture, TokenRows, open_capture
 from rlk_align.capture.parts import PartEntry
 from rlk_align.capture.rows import ReportedStatus
-from rlk_align.join import capture_side
+from rlk_align.compare.join import capture_side
+from rlk_align.compare.side_by_side import capture_facts, side_by_side
+from rlk_align.compare.token_table import KernelStatus, status_counts
 from rlk_align.progress import Track
 from rlk_align.report.tables import add_row, print_table, table_of
-from rlk_align.side_by_side import capture_facts, side_by_side
-from rlk_align.token_table import KernelStatus, status_counts
 
 MEGABYTE = 1e6
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from rlk_align.bits import BitComparison
 from rlk_align.capture.rows import ReportedStatus
-from rlk_align.comparison import Comparison
-from rlk_align.token_table import KernelStatus, Side, TokenTable, status_counts
+from rlk_align.compare.bits import BitComparison
+from rlk_align.compare.comparison import Comparison
+from rlk_align.compare.token_table import KernelStatus, Side, TokenTable, status_counts
 
 REPORT_SCHEMA = "rlk-report/1"
 

@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from rlk_align.budget import Budget, Float64s
 from rlk_align.capture.rows import ReportedStatus
-from rlk_align.errors import UnusableInput
-from rlk_align.token_table import (
+from rlk_align.compare.budget import Budget, Float64s
+from rlk_align.compare.token_table import (
     TOKEN_CLASSES,
     Flags,
     Float32s,
@@ -20,6 +19,7 @@ from rlk_align.token_table import (
     Side,
     TokenTable,
 )
+from rlk_align.errors import UnusableInput
 
 
 def check_parquet() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from rich.console import Console
 
+from rlk_align.compare.side_by_side import ABSENT, FieldPair
 from rlk_align.report.tables import add_row, print_table, table_of
-from rlk_align.side_by_side import ABSENT, FieldPair
 
 
 def print_provenance(pairs: list[FieldPair], console: Console) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from rlk_align.comparison import Comparison
+from rlk_align.compare.comparison import Comparison
 from rlk_align.errors import UnusableInput
 from rlk_align.files import canonical_json, write_atomically
 from rlk_align.report.json_report import json_lines, report_json

@@ -6,9 +6,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rlk_align.bits import BitComparison
-from rlk_align.comparison import Comparison
-from rlk_align.metrics import DriftMetrics, Spread
+from rlk_align.compare.bits import BitComparison
+from rlk_align.compare.comparison import Comparison
+from rlk_align.compare.metrics import DriftMetrics, Spread
+from rlk_align.compare.verdict import Outcome
+from rlk_align.compare.worst_tokens import WorstToken
 from rlk_align.report.provenance_table import print_provenance
 from rlk_align.report.tables import (
     NOT_OBSERVED_MARK,
@@ -20,8 +22,6 @@ from rlk_align.report.tables import (
     signed_nats,
     table_of,
 )
-from rlk_align.verdict import Outcome
-from rlk_align.worst_tokens import WorstToken
 
 COLOURS = {Outcome.ALIGNED: "green", Outcome.DRIFTED: "red", Outcome.INCONCLUSIVE: "yellow"}
 LEGENDS = {

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlk_align.budget import Budget, Float64s
-from rlk_align.token_table import Float32s, TokenTable
+from rlk_align.compare.budget import Budget, Float64s
+from rlk_align.compare.token_table import Float32s, TokenTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

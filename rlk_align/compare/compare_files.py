@@ -8,20 +8,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlk_align.audit import NOTHING_RECORDED
 from rlk_align.capture.rows import ReportedStatus
-from rlk_align.comparison import NUM_WORST, Comparison, Inputs, compare_table
+from rlk_align.compare.audit import NOTHING_RECORDED
+from rlk_align.compare.comparison import NUM_WORST, Comparison, Inputs, compare_table
+from rlk_align.compare.identity import IdentityLine, identity_line
+from rlk_align.compare.join import Coverage
+from rlk_align.compare.plain_files import PlainFile, open_plain_file, whole_state
+from rlk_align.compare.sequence_identity import sequence_difference
+from rlk_align.compare.side_by_side import side_by_side
+from rlk_align.compare.side_columns import side_columns
+from rlk_align.compare.token_table import Basis, Side, TokenTable, classify
+from rlk_align.compare.verdict import Limits
 from rlk_align.errors import UnusableInput
-from rlk_align.identity import IdentityLine, identity_line
-from rlk_align.join import Coverage
-from rlk_align.plain_files import PlainFile, open_plain_file, whole_state
 from rlk_align.progress import Progress, Track, silent
 from rlk_align.provenance import NOT_OBSERVED
-from rlk_align.sequence_identity import sequence_difference
-from rlk_align.side_by_side import side_by_side
-from rlk_align.side_columns import side_columns
-from rlk_align.token_table import Basis, Side, TokenTable, classify
-from rlk_align.verdict import Limits
 from rlk_kernels import KERNEL_SPEC
 
 

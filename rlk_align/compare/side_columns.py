@@ -7,8 +7,8 @@ import numpy.typing as npt
 import torch
 
 from rlk_align.capture.rows import ReportedStatus, classify_reported
+from rlk_align.compare.token_table import Integers, KernelStatus, Side
 from rlk_align.errors import UnusableInput
-from rlk_align.token_table import Integers, KernelStatus, Side
 from rlk_kernels import State, finish_where_valid
 
 

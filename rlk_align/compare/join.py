@@ -8,12 +8,12 @@ import numpy as np
 import numpy.typing as npt
 
 from rlk_align.capture import Capture, TokenRows
-from rlk_align.identity import epoch_weights
+from rlk_align.compare.identity import epoch_weights
+from rlk_align.compare.side_columns import side_columns
+from rlk_align.compare.states import state_rows
+from rlk_align.compare.token_table import Flags, Integers, Side, TokenTable, classify
 from rlk_align.progress import Track
 from rlk_align.provenance import NOT_OBSERVED
-from rlk_align.side_columns import side_columns
-from rlk_align.states import state_rows
-from rlk_align.token_table import Flags, Integers, Side, TokenTable, classify
 
 POSITION_BITS = 32
 Int64s = npt.NDArray[np.int64]

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from rlk_align.compare.states import concatenated
 from rlk_align.errors import UnusableInput
 from rlk_align.progress import Progress
-from rlk_align.states import concatenated
 from rlk_kernels import State, expsum_state
 
 BLOCK_ROWS = 64

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
-from rlk_align.metrics import Spread
+from rlk_align.compare.metrics import Spread
 
 LIMIT_NATS = 0.02
 """Default for the mean of abs(d): what healthy dense bf16 runs of other teams stay below, a median

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from rlk_align.token_table import Float32s, TokenTable
+from rlk_align.compare.token_table import Float32s, TokenTable
 
 Float64s = npt.NDArray[np.float64]
 TERMS = ("drift", "trainer_function", "logits", "engine_function")

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rlk_align.capture import Capture
+from rlk_align.compare.sequence_identity import check_sequences
 from rlk_align.errors import UnusableInput
 from rlk_align.model_identity import architecture_difference
 from rlk_align.provenance import NOT_OBSERVED
-from rlk_align.sequence_identity import check_sequences
 from rlk_kernels import KERNEL_SPEC
 
 Outcome = Literal["same", "differs", "not observed"]

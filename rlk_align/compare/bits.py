@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from rlk_align.token_table import Float32s
+from rlk_align.compare.token_table import Float32s
 
 # upper end of each bucket; the last one is open
 ULP_BUCKETS = {"0": 0, "1": 1, "2-4": 4, "5-16": 16, "17-64": 64, "65-256": 256}

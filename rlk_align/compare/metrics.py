@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlk_align.budget import Float64s, basis_values
-from rlk_align.token_table import TokenTable
+from rlk_align.compare.budget import Float64s, basis_values
+from rlk_align.compare.token_table import TokenTable
 
 LN2 = math.log(2.0)
 THRESHOLDS = (1e-6, 1e-3, math.log(1.1), LN2, 2.0)

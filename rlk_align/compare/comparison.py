@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlk_align.audit import NOT_ASKED, Audit, audit_captures
-from rlk_align.bits import BitComparison, compare_bits
-from rlk_align.budget import Budget, drift_budget
 from rlk_align.capture import open_capture
-from rlk_align.identity import IdentityLine, check_identity
-from rlk_align.join import Coverage, join_captures
-from rlk_align.metrics import DriftMetrics, Spread, drift_metrics, spread
+from rlk_align.compare.audit import NOT_ASKED, Audit, audit_captures
+from rlk_align.compare.bits import BitComparison, compare_bits
+from rlk_align.compare.budget import Budget, drift_budget
+from rlk_align.compare.identity import IdentityLine, check_identity
+from rlk_align.compare.join import Coverage, join_captures
+from rlk_align.compare.metrics import DriftMetrics, Spread, drift_metrics, spread
+from rlk_align.compare.side_by_side import FieldPair, capture_facts, side_by_side
+from rlk_align.compare.token_table import PROMPT_CLASS, TOKEN_CLASSES, TokenTable
+from rlk_align.compare.verdict import Limits, Verdict, judge
+from rlk_align.compare.worst_tokens import WorstToken, worst_tokens
 from rlk_align.progress import Track, silent
-from rlk_align.side_by_side import FieldPair, capture_facts, side_by_side
-from rlk_align.token_table import PROMPT_CLASS, TOKEN_CLASSES, TokenTable
-from rlk_align.verdict import Limits, Verdict, judge
-from rlk_align.worst_tokens import WorstToken, worst_tokens
 
 NUM_WORST = 10
 
