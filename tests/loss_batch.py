@@ -9,7 +9,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rlk_align.contract import LogprobContract, MaskContract, ShardingContract, layout_from_bounds
+from rlk_align.contract import (
+    LogprobContract,
+    MaskContract,
+    ShardingContract,
+    equal_shards,
+    layout_from_bounds,
+)
 from rlk_align.loss import GrpoLoss, LossContract, SequenceTable, TokenRows, grpo_loss
 
 VOCAB_SIZE = 500
@@ -149,3 +155,11 @@ def loss_of(
         backend=backend,
         **groups,
     )
+
+
+def loss_contract(**settings: Any) -> LossContract:
+    """Of a batch of no rows, for what needs settings only."""
+    sharding = ShardingContract(layout=equal_shards(VOCAB_SIZE, 1))
+    mask = MaskContract(num_tokens=0, active=())
+    logprob = LogprobContract(role="train", logits_dtype="fp32", sharding=sharding, mask=mask)
+    return LossContract(logprob=logprob, **settings)
