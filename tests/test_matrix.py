@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from rlk_align.cli import main
 from rlk_align.errors import UnusableInput
 from rlk_align.matrix.case import MatrixCase
 from rlk_align.matrix.differences import differences, is_within
+from rlk_align.matrix.evaluation import evaluate
+from rlk_align.matrix.grid import open_grid
 from rlk_align.matrix.inputs import (
     PADDING_LOGIT,
     edge_ids,
@@ -29,6 +32,7 @@ from rlk_align.matrix.inputs import (
 from rlk_align.matrix.oracle import exact_values
 from rlk_align.matrix.run import run_cases
 from rlk_align.matrix.verdict import MatrixOutcome, judge
+from rlk_align.matrix.worker import run_rank
 
 Artifact = dict[str, Any]
 LAYOUTS = ("even", "uneven", "megatron", "vllm")
@@ -78,7 +82,7 @@ def run_all(rank: int, directory: str) -> dict[str, Any]:
         run_cases([case_with(tp=2)], Path(directory))
     paths = {}
     for name, cases in four_rank_cases().items():
-        ran, is_first = run_cases(cases, Path(directory), timeout=timedelta(seconds=4))
+        ran, is_first = run_cases(cases, Path(directory), timeout=timedelta(seconds=3))
         assert is_first == (rank == 0)
         paths[name] = [str(path) for path in ran]
     # the process group was here before, and still is
@@ -186,6 +190,7 @@ def test_an_artifact_says_where_its_numbers_come_from(paths: dict[str, list[Path
     assert artifact["backend"] == {
         "requested": "expsum-reference",
         "actual": "expsum-reference",
+        "platform": "cpu",
         "fallback": False,
         "rejections": [],
     }
@@ -198,6 +203,18 @@ def test_an_artifact_says_where_its_numbers_come_from(paths: dict[str, list[Path
     for of in ("lse", "dlogp", "storage_lse", "storage_dlogp"):
         numbers = artifact["aggregate"][of]
         assert numbers["mean_abs"] <= numbers["p95_abs"] <= numbers["p99_abs"] <= numbers["max_abs"]
+
+
+def test_a_case_that_ran_elsewhere_or_in_part_is_found_out() -> None:
+    case = case_with(vocab_size=100)
+    with open_grid(1, 1, platform=case.platform, timeout=timedelta(seconds=3)) as grid:
+        record = run_rank(case, grid)
+    assert evaluate(case, [record]).passed
+    elsewhere = evaluate(replace(case, platform="rocm"), [record])
+    assert [check.name for check in elsewhere.checks if not check.passed] == ["backend"]
+    in_part = evaluate(replace(case, batch=3), [record])
+    assert [check.name for check in in_part.checks if not check.passed] == ["coverage"]
+    assert in_part.lse_sha256 is None
 
 
 def test_tokens_are_cut_into_sizes_within_one() -> None:
@@ -343,12 +360,12 @@ def test_a_real_vocabulary_on_four_processes(tmp_path: Path) -> None:
 
 def test_numbers_that_fail_are_archived_and_the_exit_is_1(tmp_path: Path) -> None:
     done = run_command(
-        "--run", "--tp", "2", "--cp", "1", "--layout", "megatron", "--vocab-size", "1000",
+        "--run", "--tp", "1", "--cp", "1", "--layout", "megatron", "--vocab-size", "1000",
         "--backend", "phantom", "--import", "bad_backends", "--out", str(tmp_path),
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
-    assert "failed: cases: TP 2 x CP 1 megatron phantom: kernel: LSE" in done.stdout
-    (path,) = tmp_path.glob("tp2-*.json")
+    assert "failed: cases: TP 1 x CP 1 megatron phantom: kernel: LSE" in done.stdout
+    (path,) = tmp_path.glob("tp1-*.json")
     assert read(path)["passed"] is False
 
 

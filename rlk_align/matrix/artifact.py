@@ -42,7 +42,7 @@ def artifact_of(
         "capability": told.get("capability"),
         "backend": {
             "requested": case.backend,
-            **{name: told.get(name) for name in ("actual", "fallback", "rejections")},
+            **{name: told.get(name) for name in ("actual", "platform", "fallback", "rejections")},
         },
         "ranks": [
             _rank(record, statistics)

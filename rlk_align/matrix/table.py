@@ -15,7 +15,7 @@ COLOURS = {
     MatrixOutcome.FAILED: "red",
     MatrixOutcome.INCONCLUSIVE: "yellow",
 }
-DIGEST_SHOWN = 12
+DIGEST_SHOWN = 10
 
 
 def print_verdict(verdict: MatrixVerdict, console: Console) -> None:
