@@ -79,13 +79,9 @@ def open_grid(tp: int, cp: int, *, platform: Platform, timeout: timedelta) -> It
         # twice: whoever waits for a rank that has failed gets here one timeout later
         talk = dist.new_group(backend="gloo", timeout=2 * timeout)
         groups.append(talk)
-        tp_group = None
-        for first in range(0, world_size, tp) if tp > 1 else ():
-            members = range(first, first + tp)
-            group = dist.new_group(members, backend=transport, timeout=timeout)
-            if dist.get_rank() in members:
-                tp_group = group
-                groups.append(group)
+        tp_group = _own_tp_group(tp, world_size, transport, timeout) if tp > 1 else None
+        if tp_group is not None:
+            groups.append(tp_group)
         yield Grid(
             tp=tp,
             cp=cp,
@@ -97,6 +93,19 @@ def open_grid(tp: int, cp: int, *, platform: Platform, timeout: timedelta) -> It
         )
     finally:
         _close(was_open, groups)
+
+
+def _own_tp_group(
+    tp: int, world_size: int, transport: str, timeout: timedelta
+) -> dist.ProcessGroup | None:
+    """This rank's TP group; every rank makes all groups, in one order."""
+    own = None
+    for first in range(0, world_size, tp):
+        members = range(first, first + tp)
+        group = dist.new_group(members, backend=transport, timeout=timeout)
+        if dist.get_rank() in members:
+            own = group
+    return own
 
 
 def _device_and_transport(platform: Platform) -> tuple[str, str]:
