@@ -112,7 +112,7 @@ def faults() -> dict[str, tuple[Callable[[dict[str, Any]], Any], str]]:
             "rank 2 holds token ",
         ),
         "backend": (lambda c: c.update(backend="fast"), "rank 1: no backend 'fast'; pass one of"),
-        "no integer": (lambda c: c.update(vocab_start="0"), "rank 1: '<' not supported"),
+        "no integer": (lambda c: c.update(vocab_start="0"), "rank 1: vocab_start should be an"),
     }
 
 

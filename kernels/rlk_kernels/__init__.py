@@ -16,6 +16,7 @@ from rlk_kernels.expsum import (
 from rlk_kernels.finish import RowStatus, SelectedLogprob, finish, finish_where_valid
 from rlk_kernels.row_statistics import RowStatistics, RowStatisticsSum, row_statistics
 from rlk_kernels.selected_logprob import expsum_state, selected_logprob
+from rlk_kernels.trainer_logits import batch_logprob, dtensor_logprob, megatron_logprob
 
 __all__ = [
     "EMPTY_TOP",
@@ -31,7 +32,9 @@ __all__ = [
     "SelectedLogprob",
     "State",
     "backend_id",
+    "batch_logprob",
     "divergence",
+    "dtensor_logprob",
     "empty_state",
     "entropy",
     "exact_mean",
@@ -39,6 +42,7 @@ __all__ = [
     "expsum_state",
     "finish",
     "finish_where_valid",
+    "megatron_logprob",
     "merge",
     "row_statistics",
     "selected_logprob",

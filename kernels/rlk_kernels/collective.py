@@ -5,7 +5,7 @@ So each rank sends a fixed-size message, a header and its first rows, whatever h
 All ranks then read the same messages and raise the same error, or go on. Only a longer batch needs
 a second all-gather for its other rows, whose number the headers have agreed on by then.
 
-Letters: T tokens (rows), B bins.
+Letters: T tokens (rows), R ranks, M words of a message, W words of a row.
 """
 
 import hashlib
@@ -24,13 +24,23 @@ ROW_WORDS = NUM_BINS + 2
 """int64 words of a row: 40 bytes."""
 FIRST_ROWS = 128
 ERROR_BYTES = 320
-HEADER_FIELDS = ("num_tokens", "vocab_size", "dtype", "temperature", "digest", "start", "end")
+HEADER_FIELDS = (
+    "num_tokens",
+    "vocab_size",
+    "dtype",
+    "temperature",
+    "active",
+    "digest",
+    "start",
+    "end",
+)
 HEADER_WORDS = len(HEADER_FIELDS) + ERROR_BYTES // 8
 MUST_AGREE = {
     "num_tokens": "another number of tokens than",
     "vocab_size": "another vocabulary size than",
     "dtype": "another dtype of logits than",
     "temperature": "another temperature than",
+    "active": "another active_mask than",
     "digest": "other token ids than",
 }
 
@@ -43,8 +53,10 @@ class Header:
     vocab_size: int = 0
     dtype: int = 0
     temperature: int = 0
+    active: int = 0
+    """Digest of which rows are active."""
     digest: int = 0
-    """Of the token ids."""
+    """Of the active rows' token ids."""
     start: int = 0
     """First token id of the shard's real columns."""
     end: int = 0
@@ -55,13 +67,15 @@ class Header:
     @classmethod
     def of(cls, shard: ShardInput) -> "Header":
         """The header of a sound shard."""
-        ids = hashlib.blake2b(shard.token_ids.cpu().numpy().tobytes(), digest_size=8)
+        num_tokens = len(shard.token_ids)
+        active = b"\1" * num_tokens if shard.active is None else _bytes(shard.active)
         return cls(
-            num_tokens=len(shard.token_ids),
+            num_tokens=num_tokens,
             vocab_size=shard.vocab_size,
             dtype=LOGITS_DTYPES.index(shard.logits_TL.dtype),
             temperature=float32_bits(shard.temperature),
-            digest=int.from_bytes(ids.digest(), "little", signed=True),
+            active=_digest(active),
+            digest=_digest(_bytes(shard.token_ids)),
             start=shard.vocab_start,
             end=shard.vocab_start + shard.num_real_columns,
         )
@@ -86,26 +100,29 @@ def gather_state(header: Header, state: State, group: dist.ProcessGroup) -> Stat
     Raises:
         ValueError: The same on every rank, naming the first rank at fault.
     """
-    rows = _pack(state).cpu()
-    first = torch.zeros(FIRST_ROWS, ROW_WORDS, dtype=torch.int64)
+    rows = _pack(state).to(_transport_device(group))
+    first = torch.zeros(FIRST_ROWS, ROW_WORDS, dtype=torch.int64, device=rows.device)
     first[: len(rows)] = rows[:FIRST_ROWS]
-    messages = all_gather_words(torch.cat([header.words(), first.flatten()]), group)
-    error = group_error([Header.from_words(words[:HEADER_WORDS]) for words in messages])
+    message = torch.cat([header.words().to(rows.device), first.flatten()])
+    messages_RM = _all_gather(message, group)
+    # the one wait for a GPU: the states stay on it
+    headers = messages_RM[:, :HEADER_WORDS].cpu()
+    error = group_error([Header.from_words(words) for words in headers])
     if error is not None:
         raise ValueError(error)
-    parts = [words[HEADER_WORDS:].view(FIRST_ROWS, ROW_WORDS)[: len(rows)] for words in messages]
+    parts_RTW = messages_RM[:, HEADER_WORDS:].view(-1, FIRST_ROWS, ROW_WORDS)[:, : len(rows)]
     if len(rows) > FIRST_ROWS:
-        others = all_gather_words(rows[FIRST_ROWS:], group)
-        parts = [torch.cat(pair) for pair in zip(parts, others, strict=True)]
-    return reduce(merge, (_unpack(part, state.top.device) for part in parts))
+        parts_RTW = torch.cat([parts_RTW, _all_gather(rows[FIRST_ROWS:], group)], dim=1)
+    return reduce(merge, (_unpack(part_TW, state.top.device) for part_TW in parts_RTW))
 
 
 def group_failure(error: Exception, group: dist.ProcessGroup) -> ValueError:
     """The error that every rank raises, once they have been told of this rank's."""
     header = Header(error=str(error) or type(error).__name__)
     nothing = torch.zeros(FIRST_ROWS * ROW_WORDS, dtype=torch.int64)
-    messages = all_gather_words(torch.cat([header.words(), nothing]), group)
-    return ValueError(group_error([Header.from_words(words[:HEADER_WORDS]) for words in messages]))
+    message = torch.cat([header.words(), nothing]).to(_transport_device(group))
+    headers = _all_gather(message, group)[:, :HEADER_WORDS].cpu()
+    return ValueError(group_error([Header.from_words(words) for words in headers]))
 
 
 def group_error(headers: list[Header]) -> str | None:
@@ -149,11 +166,30 @@ def _gap(start: int, end: int, before: str, after: str) -> str:
 
 def all_gather_words(words: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     """Every rank's int64 tensor of one shape, on the CPU, rank by rank."""
+    return list(_all_gather(words.to(_transport_device(group)), group).cpu())
+
+
+def _transport_device(group: dist.ProcessGroup) -> torch.device:
+    """Where the group's backend takes tensors from."""
     on_gpu = "nccl" in dist.get_backend(group)
-    sent = words.to(torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu")
-    received = [torch.empty_like(sent) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(received, sent.contiguous(), group=group)
-    return [words.cpu() for words in received]
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
+def _all_gather(words: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Every rank's tensor of one shape, stacked rank by rank, where the backend put them."""
+    shape = (dist.get_world_size(group), *words.shape)
+    received = torch.empty(shape, dtype=words.dtype, device=words.device)
+    dist.all_gather(list(received.unbind()), words.contiguous(), group=group)
+    return received
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.cpu().numpy().tobytes()
+
+
+def _digest(content: bytes) -> int:
+    digest = hashlib.blake2b(content, digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
 
 
 def _pack(state: State) -> Tensor:

@@ -20,9 +20,9 @@ from rlk_kernels.probability import (
     surprisal,
 )
 from rlk_kernels.reference import divided
-from rlk_kernels.selected_logprob import vocabulary_state
 from rlk_kernels.shard_input import ShardInput
 from rlk_kernels.sum_state import SumState, add_values, empty_sum, finish_sum, tiles
+from rlk_kernels.vocabulary_state import vocabulary_state
 
 
 def entropy(

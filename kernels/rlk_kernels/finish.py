@@ -59,10 +59,18 @@ def finish(state: State) -> SelectedLogprob:
         ValueError: Naming the row and the column, if a row holds an invalid logit, has no live
             column, or has a target that nobody owned.
     """
-    error = first_bad_row(state)
+    return finish_active(state, None)[0]
+
+
+def finish_active(state: State, active: Tensor | None) -> tuple[SelectedLogprob, RowSum]:
+    """The same with the rows' sums; rows where ``active`` is false are 0, whatever they hold."""
+    is_active = torch.ones_like(state.has_target) if active is None else active
+    status = torch.where(is_active, row_status(state), RowStatus.OK)
+    error = _first_bad_row(state, status)
     if error is not None:
         raise ValueError(error)
-    return finish_where_valid(state)[0]
+    total = row_sum(state)
+    return _values(state, total, is_active), total
 
 
 def finish_where_valid(state: State) -> tuple[SelectedLogprob, Tensor]:
@@ -71,31 +79,19 @@ def finish_where_valid(state: State) -> tuple[SelectedLogprob, Tensor]:
     Where the status is not ``RowStatus.OK`` both values are 0 and mean nothing.
     """
     status = row_status(state)
-    is_ok = status == RowStatus.OK
-    total = row_sum(state)
-    lse = natural_log(*total).float()
-    logprob = _logprob(state, total)
-    zero = torch.zeros_like(lse)
-    # adding 0 turns -0 into +0
-    values = SelectedLogprob(
-        logprob=torch.where(is_ok, logprob + 0.0, zero), lse=torch.where(is_ok, lse + 0.0, zero)
-    )
-    return values, status
+    return _values(state, row_sum(state), status == RowStatus.OK), status
 
 
 def row_status(state: State) -> Tensor:
     """A `RowStatus` int8 [T] for every row; of several faults the first in the enum's order."""
-    status = torch.full_like(state.invalid_column, RowStatus.OK, dtype=torch.int8)
-    status[~state.has_target] = RowStatus.TARGET_NOT_SEEN
+    status = torch.where(state.has_target, RowStatus.OK, RowStatus.TARGET_NOT_SEEN)
     # the largest live column stands in the first bin, so an empty one means no live column
-    status[state.bins[:, 0] == 0] = RowStatus.NO_LIVE_COLUMN
-    status[state.invalid_column >= 0] = RowStatus.INVALID_LOGIT
-    return status
+    status = torch.where(state.bins[:, 0] == 0, RowStatus.NO_LIVE_COLUMN, status)
+    return torch.where(state.invalid_column >= 0, RowStatus.INVALID_LOGIT, status).to(torch.int8)
 
 
-def first_bad_row(state: State) -> str | None:
+def _first_bad_row(state: State, status: Tensor) -> str | None:
     """A sentence on the first row that has no logprob; None if all have one."""
-    status = row_status(state)
     bad = (status != RowStatus.OK).nonzero()
     if not len(bad):
         return None
@@ -124,10 +120,10 @@ def row_sum(state: State) -> RowSum:
     return RowSum(mantissa, exponent + torch.where(state.bins[:, 0] > 0, unit, 0.0))
 
 
-def _logprob(state: State, total: RowSum) -> Tensor:
-    """Logprob float32 [T]: from exact integers where target and top lie within three bins."""
+def _values(state: State, total: RowSum, is_wanted: Tensor) -> SelectedLogprob:
+    """Logprob from exact integers where target and top lie within three bins; 0 if unwanted."""
     is_masked = ~(state.target_logit > -LIMIT)
-    # placeholder: masked targets and rows without status OK are replaced by the callers
+    # placeholder: masked targets are replaced below, and invalid ones are unwanted
     target = torch.where(is_masked | ~(state.target_logit <= LIMIT), 0.0, state.target_logit)
     mantissa, power = exponential(target)
     target_bin = torch.div(power, BIN_WIDTH, rounding_mode="floor")
@@ -136,16 +132,24 @@ def _logprob(state: State, total: RowSum) -> Tensor:
     value = mantissa << (power - BIN_WIDTH * target_bin)
     in_bin = torch.arange(NUM_BINS, device=depth.device) == depth[:, None]
     target_bins = torch.where(in_bin, value[:, None], 0)
-    one = torch.ones_like(total.mantissa)
-    others = torch.where(is_near, _fold(state.bins - target_bins), one)
-    ratio = others / torch.where(is_near, _fold(target_bins), one)
-    small = atanh2(ratio / (ratio + 2.0))
-    large = natural_log(*split(ratio + 1.0))
-    near = -torch.where(ratio < SQRT2_MINUS_1, small, large).float()
-    target_mantissa, target_exponent = split(mantissa.double())
-    target_exponent = target_exponent + (power.double() - MANTISSA_BITS)
-    far = (natural_log(target_mantissa, target_exponent) - natural_log(*total)).float()
-    return torch.where(is_masked, -torch.inf, torch.where(is_near, near, far))
+    others = torch.where(is_near, _fold(state.bins - target_bins), 1.0)
+    ratio = others / torch.where(is_near, _fold(target_bins), 1.0)
+    # four series at once: small calls cost more than their arithmetic
+    near_and_target = split(torch.stack([ratio + 1.0, mantissa.double()]))
+    m = torch.cat([near_and_target.mantissa, total.mantissa[None]])
+    e = torch.cat([near_and_target.exponent, total.exponent[None]])
+    e[1] += power.double() - MANTISSA_BITS
+    small_and_logs = atanh2(torch.cat([(ratio / (ratio + 2.0))[None], (m - 1.0) / (m + 1.0)]))
+    small, series = small_and_logs[0], small_and_logs[1:]
+    large, log_target, lse = e * LN2_D_HI + (series + e * LN2_D_LO)
+    near = -torch.where(ratio < SQRT2_MINUS_1, small, large)
+    logprob = torch.where(is_near, near, log_target - lse).float()
+    logprob = torch.where(is_masked, -torch.inf, logprob)
+    # adding 0 turns -0 into +0
+    return SelectedLogprob(
+        logprob=torch.where(is_wanted, logprob + 0.0, 0.0),
+        lse=torch.where(is_wanted, lse.float() + 0.0, 0.0),
+    )
 
 
 def _fold(bins: Tensor) -> Tensor:
@@ -175,5 +179,5 @@ def atanh2(s: Tensor) -> Tensor:
     q = s * s
     series = torch.full_like(s, 1.0 / (2 * ATANH_TERMS - 1))
     for k in range(ATANH_TERMS - 2, -1, -1):
-        series = series * q + 1.0 / (2 * k + 1)
+        series.mul_(q).add_(1.0 / (2 * k + 1))
     return (2.0 * s) * series

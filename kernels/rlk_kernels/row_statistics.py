@@ -18,9 +18,9 @@ from rlk_kernels.expsum import LIMIT, State
 from rlk_kernels.finish import RowStatus, finish, row_status
 from rlk_kernels.probability import check_mass, column_probabilities, row_norm
 from rlk_kernels.reference import divided
-from rlk_kernels.selected_logprob import vocabulary_state
 from rlk_kernels.shard_input import checked_input
 from rlk_kernels.sum_state import SUM_BINS, SumState, add_values, empty_sum, finish_sum, tiles
+from rlk_kernels.vocabulary_state import vocabulary_state
 
 ID_MASK = (1 << 32) - 1
 NO_KEY = -(1 << 63)

@@ -3,19 +3,15 @@
 Letters: T tokens (rows), L this shard's columns.
 """
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from rlk_kernels.backends import load_backend
-from rlk_kernels.collective import Header, coverage_error, gather_state, group_failure
+import rlk_kernels.logprob_op  # noqa: F401 (registers the operator)
 from rlk_kernels.expsum import State
-from rlk_kernels.finish import RowSum, SelectedLogprob, finish, invalid_logit_message, row_sum
-from rlk_kernels.reference import divided
-from rlk_kernels.shard_input import ShardInput, checked_input
+from rlk_kernels.finish import SelectedLogprob
+from rlk_kernels.shard_input import IGNORE_INDEX, checked_input
+from rlk_kernels.vocabulary_state import shard_state
 
 
 def expsum_state(
@@ -51,7 +47,7 @@ def expsum_state(
         temperature=temperature,
         backend=backend,
     )
-    return _shard_state(shard)
+    return shard_state(shard)
 
 
 def selected_logprob(
@@ -63,11 +59,15 @@ def selected_logprob(
     group: dist.ProcessGroup | None = None,
     temperature: float = 1.0,
     backend: str = "auto",
+    active_mask: Tensor | None = None,
+    ignore_index: int = IGNORE_INDEX,
+    inplace_backward: bool = False,
 ) -> SelectedLogprob:
     """Log-probability of each row's token and the row's log-sum-exp, differentiable.
 
     The same bits come back for any number of ranks, any cut of the vocabulary and any batch around
     a row, because every exponential is an integer and integers are added (docs/numerics.md).
+    Works under ``torch.compile(fullgraph=True)`` and under activation checkpointing.
 
     Args:
         logits_TL: ``[T, L]`` this rank's columns, see `expsum_state`.
@@ -79,16 +79,23 @@ def selected_logprob(
             It waits for a missing rank as long as the group's own timeout says.
         temperature: The logits are divided by it first, in float32.
         backend: "auto" (by device), "reference", "cpu" or "triton".
+        active_mask: bool ``[T]``, the same on every rank; None if all rows are active. An inactive
+            row's logits may hold anything; its logprob and lse are 0.0, its gradient is zero.
+        ignore_index: What an inactive row's id may be instead of a token id.
+        inplace_backward: Write the gradient into the logits' own memory, which saves a second
+            matrix. After the backward pass the logits hold their gradient, whoever else looks at
+            them; torch raises where its graph still needed their values.
 
     Returns:
         ``logprob`` and ``lse``, float32 ``[T]`` in nats, the same on every rank. The gradient is
-        elementwise in the logits and needs no collective; it has the logits' dtype.
+        elementwise in the logits and needs no collective; it has the logits' dtype. There is no
+        second gradient.
 
     Raises:
         ValueError: On every rank of the group alike, naming the rank and the row, if any rank's
-            logits, ids or bounds break the contract, or a row has no logprob.
+            logits, ids, mask or bounds break the contract, or a row has no logprob.
     """
-    shard, state = vocabulary_state(
+    return logprob_or_complaint(
         logits_TL,
         token_ids_T,
         vocab_size=vocab_size,
@@ -96,90 +103,101 @@ def selected_logprob(
         group=group,
         temperature=temperature,
         backend=backend,
+        active_mask=active_mask,
+        ignore_index=ignore_index,
+        inplace_backward=inplace_backward,
     )
-    values, total = finish(state), row_sum(state)
-    logprob, lse = _WithGradient.apply(logits_TL, shard, values, total)  # type: ignore[no-untyped-call]
-    return SelectedLogprob(logprob=logprob, lse=lse)
 
 
-def vocabulary_state(
+def logprob_or_complaint(
     logits_TL: Tensor,
-    token_ids: Tensor,
+    token_ids_T: Tensor,
     *,
     vocab_size: int,
     vocab_start: int,
     group: dist.ProcessGroup | None,
     temperature: float,
     backend: str,
-) -> tuple[ShardInput, State]:
-    """This rank's checked shard and the state of the whole vocabulary; as `selected_logprob`."""
-    try:
-        shard = checked_input(
-            logits_TL,
-            token_ids,
-            vocab_start=vocab_start,
-            vocab_size=vocab_size,
-            temperature=temperature,
-            backend=backend,
-        )
-        state, header = _valid_state(shard), Header.of(shard)
-    except Exception as error:
-        if group is None:
-            raise
-        raise group_failure(error, group) from error
-    if group is not None:
-        state = gather_state(header, state, group)
-    elif (gap := coverage_error([(header.start, header.end)], vocab_size)) is not None:
-        raise ValueError(gap)
-    return shard, state
-
-
-def _shard_state(shard: ShardInput) -> State:
-    """The state of a shard's real columns."""
-    return load_backend(shard.backend).expsum_state(
-        shard.real_logits_TL.detach(), shard.token_ids, shard.vocab_start, shard.temperature
+    active_mask: Tensor | None,
+    ignore_index: int,
+    inplace_backward: bool,
+    complaint: str = "",
+) -> SelectedLogprob:
+    """As `selected_logprob`, but where there is a complaint every rank raises it."""
+    complaint = (
+        complaint
+        or _type_complaint(logits_TL, token_ids_T, active_mask)
+        or _number_complaint(vocab_size, vocab_start, ignore_index, temperature, backend)
+        or (in_place_complaint(logits_TL) if inplace_backward else "")
     )
+    if complaint:
+        # what the operator's schema takes, so that the complaint reaches the other ranks
+        logits_TL, token_ids_T, active_mask = torch.empty(0, 0), torch.empty(0).long(), None
+        vocab_size, vocab_start, ignore_index, temperature, backend = 0, 0, 0, 1.0, ""
+    logprob, lse, _, _ = torch.ops.rlk_kernels.selected_logprob(
+        logits_TL,
+        token_ids_T,
+        active_mask,
+        vocab_size,
+        vocab_start,
+        temperature,
+        backend,
+        ignore_index,
+        None if group is None else group.group_name,
+        inplace_backward,
+        complaint,
+    )
+    return SelectedLogprob(logprob=logprob, lse=lse)
 
 
-def _valid_state(shard: ShardInput) -> State:
-    """The same, or a ValueError on the first row with an invalid logit."""
-    state = _shard_state(shard)
-    bad = (state.invalid_column >= 0).nonzero()
-    if len(bad):
-        row = int(bad[0])
-        raise ValueError(invalid_logit_message(row, int(state.invalid_column[row])))
-    return state
-
-
-class _WithGradient(torch.autograd.Function):
-    """Ties finished values to the logits they came from."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, logits_TL: Tensor, shard: ShardInput, values: SelectedLogprob, total: RowSum
-    ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(logits_TL)
-        ctx.shard, ctx.total = shard, total
-        return values.logprob, values.lse
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        # the saved tensor, as torch checks that nobody has changed it in place
-        (logits_TL,) = ctx.saved_tensors
-        shard: ShardInput = ctx.shard
-        grad_logprob, grad_lse = (divided(g.float(), shard.temperature) for g in gradients)
-        gradient_TL = torch.empty(logits_TL.shape, dtype=logits_TL.dtype, device=logits_TL.device)
-        gradient_TL[:, shard.num_real_columns :] = 0
-        load_backend(shard.backend).logits_gradient(
-            logits_TL[:, : shard.num_real_columns],
-            shard.token_ids,
-            shard.vocab_start,
-            shard.temperature,
-            mantissa=ctx.total.mantissa,
-            exponent=ctx.total.exponent,
-            grad_logprob=grad_logprob,
-            grad_lse=grad_lse,
-            out_TL=gradient_TL[:, : shard.num_real_columns],
+def _type_complaint(logits_TL: Tensor, token_ids_T: Tensor, active_mask: Tensor | None) -> str:
+    """What the operator could not even be told of; empty if nothing."""
+    if not isinstance(logits_TL, Tensor):
+        got = type(logits_TL).__name__
+        return f"logits should be a tensor [tokens, columns], got {got}; reshape them"
+    if not isinstance(token_ids_T, Tensor):
+        got = type(token_ids_T).__name__
+        return f"token ids should be an int64 or int32 tensor, got {got}"
+    if not (active_mask is None or isinstance(active_mask, Tensor)):
+        return f"active_mask should be a bool tensor or None, got {type(active_mask).__name__}"
+    if any(hasattr(t, "placements") for t in (logits_TL, token_ids_T, active_mask)):
+        return (
+            "logits, token ids and mask should be plain tensors, got a DTensor; pass the logits "
+            "to rlk_kernels.dtensor_logprob, and ids and mask as to_local()"
         )
-        return gradient_TL, None, None, None
+    return ""
+
+
+def _number_complaint(
+    vocab_size: int, vocab_start: int, ignore_index: int, temperature: float, backend: str
+) -> str:
+    """The same of what is no tensor."""
+    integers = {
+        "vocab_size": vocab_size,
+        "vocab_start": vocab_start,
+        "ignore_index": ignore_index,
+    }
+    for name, value in integers.items():
+        if not isinstance(value, int):
+            return f"{name} should be an integer, got {value!r}"
+    if not isinstance(temperature, (float, int)):
+        return f"temperature should be a number, got {temperature!r}"
+    if not isinstance(backend, str):
+        return f"backend should be a name, got {backend!r}"
+    return ""
+
+
+def in_place_complaint(logits_TL: Tensor) -> str:
+    """Why a gradient cannot take the logits' place; empty if it can."""
+    if logits_TL.requires_grad and logits_TL.is_leaf:
+        return (
+            "inplace_backward should get logits that an operation made, got a leaf, whose values "
+            "the gradient would replace; pass inplace_backward=False"
+        )
+    has_rows = logits_TL.dim() == 2 and logits_TL.shape[0] > 1
+    if has_rows and logits_TL.stride(0) < logits_TL.shape[1]:
+        return (
+            f"inplace_backward should get rows that lie apart, got {logits_TL.shape[1]} columns "
+            f"in rows {logits_TL.stride(0)} apart; pass logits.contiguous()"
+        )
+    return ""

@@ -15,6 +15,8 @@ from rlk_kernels.expsum import MAX_COLUMNS
 
 LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOKEN_ID_DTYPES = (torch.int64, torch.int32)
+IGNORE_INDEX = -100
+"""What torch's own losses take for a row without a target."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +27,8 @@ class ShardInput:
     """[T, L], padding columns included."""
     token_ids: Tensor
     """int64 [T] on the logits' device, each in [0, vocab_size)."""
+    active: Tensor | None
+    """bool [T]: the rows that count, whatever the others hold; None if all do."""
     vocab_start: int
     vocab_size: int
     temperature: float
@@ -51,6 +55,8 @@ def checked_input(
     vocab_size: int,
     temperature: float,
     backend: str,
+    active_mask: Tensor | None = None,
+    ignore_index: int = IGNORE_INDEX,
 ) -> ShardInput:
     """The caller's arguments, or a ValueError that says which one is wrong and where."""
     _check_logits(logits_TL)
@@ -67,9 +73,17 @@ def checked_input(
         )
     if vocab_start < 0:
         raise ValueError(f"vocab_start should be 0 or above, got {vocab_start}")
+    if active_mask is not None:
+        _check_active_mask(active_mask, logits_TL)
+    if 0 <= ignore_index < vocab_size:
+        raise ValueError(
+            f"ignore_index should lie outside the vocabulary [0, {vocab_size}), got {ignore_index}"
+        )
+    _check_token_ids(token_ids, logits_TL)
     return ShardInput(
         logits_TL=logits_TL,
-        token_ids=_checked_token_ids(token_ids, logits_TL, vocab_size),
+        token_ids=_real_token_ids(token_ids, active_mask, vocab_size, ignore_index),
+        active=active_mask,
         vocab_start=vocab_start,
         vocab_size=vocab_size,
         temperature=_checked_temperature(temperature),
@@ -85,7 +99,17 @@ def _check_logits(logits_TL: Tensor) -> None:
         raise ValueError(f"logits should be float32, bfloat16 or float16, got {logits_TL.dtype}")
 
 
-def _checked_token_ids(token_ids: Tensor, logits_TL: Tensor, vocab_size: int) -> Tensor:
+def _check_active_mask(active_mask: Tensor, logits_TL: Tensor) -> None:
+    expected = (torch.bool, logits_TL.shape[:1], logits_TL.device)
+    if (active_mask.dtype, active_mask.shape, active_mask.device) != expected:
+        raise ValueError(
+            f"active_mask should be bool [{logits_TL.shape[0]}] on {logits_TL.device}, one per row "
+            f"of the logits, got {active_mask.dtype} {list(active_mask.shape)} on "
+            f"{active_mask.device}"
+        )
+
+
+def _check_token_ids(token_ids: Tensor, logits_TL: Tensor) -> None:
     if not isinstance(token_ids, Tensor) or token_ids.dtype not in TOKEN_ID_DTYPES:
         got = token_ids.dtype if isinstance(token_ids, Tensor) else type(token_ids).__name__
         raise ValueError(f"token ids should be an int64 or int32 tensor, got {got}")
@@ -99,13 +123,24 @@ def _checked_token_ids(token_ids: Tensor, logits_TL: Tensor, vocab_size: int) ->
             f"token ids are on {token_ids.device}, the logits on {logits_TL.device}; "
             "pass both on one device"
         )
-    outside = (token_ids < 0) | (token_ids >= vocab_size)
-    if outside.any():
-        row = int(outside.nonzero()[0])
+
+
+def _real_token_ids(
+    token_ids: Tensor, active: Tensor | None, vocab_size: int, ignore_index: int
+) -> Tensor:
+    """The ids as int64, with 0 in inactive rows; raises on the first id that has no place."""
+    ids = token_ids.long()
+    is_outside = (ids < 0) | (ids >= vocab_size)
+    if active is not None:
+        is_outside &= active | (ids != ignore_index)
+    if is_outside.any():
+        row = int(is_outside.nonzero()[0])
+        value = int(ids[row])
+        only = "; ignore_index stands on inactive rows only" if value == ignore_index else ""
         raise ValueError(
-            f"row {row}: token id {int(token_ids[row])} is outside the vocabulary [0, {vocab_size})"
+            f"row {row}: token id {value} is outside the vocabulary [0, {vocab_size}){only}"
         )
-    return token_ids.long()
+    return ids if active is None else torch.where(active, ids, 0)
 
 
 def _checked_temperature(temperature: float) -> float:
