@@ -5,10 +5,13 @@ it never reorders a float sum. Here the lanes are said: a tile adds at most 256 
 float64, which is exact, as 256 * 2**44.5 < 2**53. On narrower registers LLVM splits the vectors and
 the bits stay, as no operation is fused and no sum rounds.
 
-The exponential and its callers share a file: numba's cache notices only changes of a kernel's own.
+numba's cache notices only changes of a kernel's own file, and what it compiles holds constants and
+code of two more: so a digest of theirs is part of the kernels' names, which the cache goes by.
 """
 
+import hashlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -48,14 +51,22 @@ from rlk_kernels.lanes import (
 TILE = LANES * 256
 NEAR_MASKED = -8000.0
 """Below it a row's third bin may reach down to masked columns."""
+SOURCES = ("expsum.py", "lanes.py")
+"""What is compiled into the kernels beside this file."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def jit(function: Function) -> Function:
     """Compiled without the GIL and without fastmath, so that every operation rounds by itself."""
+    function.__qualname__ = f"{function.__name__}-{_sources_digest()}"
     compiled = njit(nogil=True, cache=True, error_model="numpy")(function)
     return cast(Function, compiled)
+
+
+def _sources_digest() -> str:
+    sources = [(Path(__file__).parent / name).read_bytes() for name in SOURCES]
+    return hashlib.blake2b(b"".join(sources), digest_size=8).hexdigest()
 
 
 @intrinsic  # type: ignore[untyped-decorator]
