@@ -12,15 +12,16 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-DEMO = ROOT / "demo"
 BIN = Path(sys.executable).parent
-PROMPTS = ROOT / "fixtures" / "rlk_fixtures" / "prompts.jsonl"
+# every command runs in ROOT, so that what is printed can be typed there
+DEMO = Path("demo")
+PROMPTS = "fixtures/rlk_fixtures/prompts.jsonl"
 TRAINER_TP = 2
 
 
 def run(what: str, *command: str, accept: tuple[int, ...] = (0,)) -> None:
     """Print and run one command from the checkout's root; stop the demo if it fails."""
-    shown = " ".join(command).replace(f"{BIN}/", "").replace(f"{ROOT}/", "")
+    shown = " ".join(command).replace(f"{BIN}/", "")
     print(f"\n# {what}\n$ {shown}", flush=True)
     started = time.monotonic()
     status = subprocess.run(command, cwd=ROOT, check=False).returncode
@@ -35,7 +36,7 @@ def compare_with_trainer(rollout_tp: int) -> None:
     model = str(DEMO / "model")
     run(
         f"vLLM at TP {rollout_tp} samples; its logits are captured on every worker",
-        str(BIN / "rlk-rollout"), "--model", model, "--prompts", str(PROMPTS),
+        str(BIN / "rlk-rollout"), "--model", model, "--prompts", PROMPTS,
         "--out", str(rollout), "--tp", str(rollout_tp), "--max-tokens", "32",
         "--temperature", "1",
     )  # fmt: skip
@@ -55,15 +56,15 @@ def compare_with_trainer(rollout_tp: int) -> None:
 
 def main() -> None:
     """Make the tiny model, then compare at vLLM TP 2 and TP 1."""
-    shutil.rmtree(DEMO, ignore_errors=True)
-    DEMO.mkdir()
+    shutil.rmtree(ROOT / DEMO, ignore_errors=True)
+    (ROOT / DEMO).mkdir()
     run(
         "a tiny Qwen3 with the real vocabulary of 151936 columns",
         sys.executable, "-m", "rlk_fixtures.tiny_qwen3", "--out", str(DEMO / "model"),
     )  # fmt: skip
     compare_with_trainer(rollout_tp=2)
     compare_with_trainer(rollout_tp=1)
-    print(f"\nreports: {DEMO.name}/report-tp2, {DEMO.name}/report-tp1")
+    print(f"\nreports: {DEMO}/report-tp2, {DEMO}/report-tp1")
 
 
 if __name__ == "__main__":
