@@ -5,6 +5,7 @@ Everything is written below ``demo/`` and replaced by the next run.
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -12,8 +13,8 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-BIN = Path(sys.executable).parent
 # every command runs in ROOT, so that what is printed can be typed there
+BIN = Path(os.path.relpath(Path(sys.executable).parent, ROOT))
 DEMO = Path("demo")
 PROMPTS = "fixtures/rlk_fixtures/prompts.jsonl"
 TRAINER_TP = 2
@@ -60,7 +61,7 @@ def main() -> None:
     (ROOT / DEMO).mkdir()
     run(
         "a tiny Qwen3 with the real vocabulary of 151936 columns",
-        sys.executable, "-m", "rlk_fixtures.tiny_qwen3", "--out", str(DEMO / "model"),
+        str(BIN / "python"), "-m", "rlk_fixtures.tiny_qwen3", "--out", str(DEMO / "model"),
     )  # fmt: skip
     compare_with_trainer(rollout_tp=2)
     compare_with_trainer(rollout_tp=1)
