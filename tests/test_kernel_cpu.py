@@ -1,8 +1,13 @@
 """The CPU backend: no fused multiply-add in its machine code, and safe in threads and forks."""
 
 import multiprocessing as mp
+import os
 import re
+import shutil
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -75,6 +80,39 @@ def test_a_forked_child_may_call(rows: tuple[torch.Tensor, torch.Tensor]) -> Non
 def _lse_in_child(logits, ids) -> list[float]:
     # torch's own threads do not survive a fork either, and only torch's operations need them
     return lse_of(torch.from_numpy(logits), torch.from_numpy(ids)).tolist()
+
+
+BIN_OF_100 = """
+import numpy
+from rlk_kernels.cpu_kernels import _bin
+print(_bin(numpy.float32(100)), sum(_bin.stats.cache_hits.values()))
+"""
+
+
+def test_compiled_code_is_not_kept_when_its_constants_change(tmp_path: Path) -> None:
+    package = tmp_path / "rlk_kernels"
+    shutil.copytree(
+        Path(cpu_kernels.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__")
+    )
+
+    def bin_and_cache_hits() -> list[int]:
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        environment.pop("NUMBA_CACHE_DIR", None)
+        command = [sys.executable, "-c", BIN_OF_100]
+        return [int(word) for word in subprocess.check_output(command, env=environment).split()]
+
+    # exp(100) is about 2**144
+    assert bin_and_cache_hits() == [144 // 21, 0]
+    assert bin_and_cache_hits() == [144 // 21, 1]
+    constants = package / "expsum.py"
+    constants.write_text(constants.read_text().replace("BIN_WIDTH = 21", "BIN_WIDTH = 12"))
+    assert bin_and_cache_hits() == [144 // 12, 0]
+
+
+def test_all_that_is_compiled_in_is_watched() -> None:
+    source = Path(cpu_kernels.__file__).read_text()
+    imported = re.findall(r"^from rlk_kernels\.(\w+) import", source, re.MULTILINE)
+    assert sorted(f"{name}.py" for name in imported) == sorted(cpu_kernels.SOURCES)
 
 
 def test_the_choice_of_backend_is_said() -> None:

@@ -80,13 +80,20 @@ def faults() -> dict[str, tuple[Callable[[dict[str, Any]], Any], str]]:
         call["logits_TL"][2, 5] = value
 
     def one_token_less(call: dict[str, Any]) -> None:
-        call["logits_TL"], call["token_ids_T"] = call["logits_TL"][1:], call["token_ids_T"][1:]
+        for name in ("logits_TL", "token_ids_T", "active_mask"):
+            call[name] = call[name][1:]
 
     def other_id(call: dict[str, Any]) -> None:
         call["token_ids_T"][0] += 1
 
     def bad_id(call: dict[str, Any]) -> None:
         call["token_ids_T"][3] = VOCAB_SIZE
+
+    def other_mask(call: dict[str, Any]) -> None:
+        call["active_mask"][0] = False
+
+    def ignored_active_id(call: dict[str, Any]) -> None:
+        call["token_ids_T"][3] = -100
 
     logits = "logits_TL"
     return {
@@ -112,6 +119,18 @@ def faults() -> dict[str, tuple[Callable[[dict[str, Any]], Any], str]]:
             "rank 2 holds token ",
         ),
         "backend": (lambda c: c.update(backend="fast"), "rank 1: no backend 'fast'; pass one of"),
+        "other mask": (other_mask, "rank 1 has another active_mask than rank 0; every rank of"),
+        "no mask": (lambda c: c.update(active_mask=None), "rank 1 has another active_mask than"),
+        "short mask": (
+            lambda c: c.update(active_mask=c["active_mask"][1:]),
+            "rank 1: active_mask should be bool [300] on cpu",
+        ),
+        "mask list": (lambda c: c.update(active_mask=[True]), "rank 1: active_mask should be a b"),
+        "ignored active id": (ignored_active_id, "rank 1: row 3: token id -100 is outside the voc"),
+        "in place": (
+            lambda c: c.update(inplace_backward=True, logits_TL=c[logits].requires_grad_()),
+            "rank 1: inplace_backward should get logits that an operation made, got a leaf",
+        ),
         "no integer": (lambda c: c.update(vocab_start="0"), "rank 1: vocab_start should be an"),
     }
 
@@ -127,6 +146,8 @@ def faulty_cases(rank: int, group: dist.ProcessGroup) -> dict[str, tuple[str, st
             "token_ids_T": ids.clone(),
             "vocab_start": start,
             "vocab_size": VOCAB_SIZE,
+            # the last row is inactive
+            "active_mask": torch.arange(300) < 299,
         }
         if rank == 1:
             break_arguments(call)

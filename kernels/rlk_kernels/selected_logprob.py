@@ -116,11 +116,11 @@ def logprob_or_complaint(
     vocab_size: int,
     vocab_start: int,
     group: dist.ProcessGroup | None,
-    temperature: float,
-    backend: str,
     active_mask: Tensor | None,
-    ignore_index: int,
-    inplace_backward: bool,
+    temperature: float = 1.0,
+    backend: str = "auto",
+    ignore_index: int = IGNORE_INDEX,
+    inplace_backward: bool = False,
     complaint: str = "",
 ) -> SelectedLogprob:
     """As `selected_logprob`, but where there is a complaint every rank raises it."""

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from rlk_kernels.finish import SelectedLogprob
 from rlk_kernels.selected_logprob import in_place_complaint, logprob_or_complaint
-from rlk_kernels.shard_input import IGNORE_INDEX
 
 
 class Options(TypedDict, total=False):
@@ -57,7 +56,7 @@ def batch_logprob(
         vocab_size=vocab_size,
         vocab_start=vocab_start,
         group=group,
-        **_complete(options),
+        **options,
     )
 
 
@@ -94,7 +93,7 @@ def megatron_logprob(
         vocab_size=vocab_size,
         vocab_start=width * dist.get_rank(group),
         group=group,
-        **_complete(options),
+        **options,
     )
     return SelectedLogprob(logprob=values.logprob.t().contiguous(), lse=values.lse.t().contiguous())
 
@@ -151,15 +150,8 @@ def dtensor_logprob(
         vocab_size=logits.shape[-1] if vocab_size is None else vocab_size,
         vocab_start=offset[-1],
         group=mesh.get_group(),
-        **_complete(options),
+        **options,
     )
-
-
-def _complete(options: Options) -> dict[str, Any]:
-    defaults = Options(
-        temperature=1.0, backend="auto", ignore_index=IGNORE_INDEX, inplace_backward=False
-    )
-    return {**defaults, **options}
 
 
 def _in_shape(
@@ -172,7 +164,7 @@ def _in_shape(
 ) -> SelectedLogprob:
     """`selected_logprob` of flattened rows, its values in the ids' shape."""
     complaint = complaint or _shape_complaint(logits, token_ids, active_mask)
-    if not complaint and call["inplace_backward"]:
+    if not complaint and call.get("inplace_backward", False):
         # of the logits as they came: flattened ones are no leaf any more
         complaint = in_place_complaint(logits)
     if complaint:
