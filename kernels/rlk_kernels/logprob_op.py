@@ -196,6 +196,7 @@ def _write_gradient(
         grad_lse=grad_lse,
         out_TL=out_TL[:, :num_real_columns],
     )
-    out_TL[:, num_real_columns:] = 0
+    if num_real_columns < out_TL.shape[1]:
+        out_TL[:, num_real_columns:] = 0
     if active_mask is not None:
         out_TL[~active_mask] = 0
