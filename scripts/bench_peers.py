@@ -32,8 +32,9 @@ TIMEOUT_S = 1800
 LEGEND = """\
 error: largest distance from float64 log_softmax of the same logits, in nats.
 moved: rows with other bits at another TP (2 / 4 against 1; on any rank), in batches of 1 or 7 or in
-the opposite order, and with 128 or 640 columns appended that hold -inf / zeros / random logits.
-Only rlk_kernels is told where the vocabulary ends; the others' softmax includes the padding.
+the opposite order, and with 128 or 640 columns appended that hold -inf / zeros / random logits, at
+any TP against the same TP without (padding moves the cuts between ranks). rlk_kernels is told
+where the vocabulary ends; the others' softmax includes the padding.
 time: median over that of log_softmax(fp32) + gather, alternating in one process; below 1 is faster.
 memory: peak resident memory above that before the call, over the bytes of the logits (Linux VmHWM).
 -: takes whole rows only, or runs in Triton's interpreter, whose time and memory say nothing.
@@ -128,10 +129,12 @@ def main(argv: list[str] | None = None) -> None:
         records += records_of(name, PEERS[name], options)
     if options.json:
         options.json.write_text("".join(json.dumps(r | machine) + "\n" for r in records))
-    console = Console(width=200 if options.markdown else None)
-    console.print(", ".join(f"{key} {value}" for key, value in machine.items()) + "\n")
+    console = Console()
+    if options.markdown or not console.is_terminal:
+        console = Console(width=200)
+    print(", ".join(f"{key} {value}" for key, value in machine.items()) + "\n")
     console.print(table_of(records, box.MARKDOWN if options.markdown else box.SIMPLE))
-    console.print(LEGEND)
+    print(LEGEND)
 
 
 if __name__ == "__main__":

@@ -90,18 +90,18 @@ class Subject:
             moved |= whole != torch.cat([self.values(*pair) for pair in pairs])
         return int(moved.sum())
 
-    def moved_by_padding(self, whole: Tensor) -> dict[str, int]:
-        """Rows whose bits change when columns are appended, by what these hold."""
+    def moved_by_padding(self, whole: Tensor) -> dict[str, Tensor]:
+        """Which rows' bits change when columns are appended, by what these hold."""
         noise = 2 * torch.randn(len(whole), max(PADDINGS), generator=torch.Generator())
         fills = {"-inf": torch.full_like(noise, -torch.inf), "zero": 0 * noise, "random": noise}
-        counts = {}
+        moved_by_fill = {}
         for name, fill in fills.items():
             moved = torch.zeros(len(whole), dtype=torch.bool)
             for width in PADDINGS:
                 padded = torch.cat([self.logits_TV, fill[:, :width].to(self.logits_TV.dtype)], 1)
                 moved |= whole != self.values(padded, self.ids)
-            counts[name] = int(moved.sum())
-        return counts
+            moved_by_fill[name] = moved
+        return moved_by_fill
 
     def time_ratio(self, action: Action, rounds: int) -> float:
         """Median time of an action over that of the usual function, alternating."""
@@ -135,7 +135,7 @@ def resident_bytes(field: str) -> int:
 
 
 def measure_rank(rank: int, size: int, folder: Path, options: argparse.Namespace) -> None:
-    """Leaves this rank's values, and at TP 1 every measure of whole rows, in a file."""
+    """Leaves in a file what this rank has for each dtype: values, rows moved, other measures."""
     torch.set_num_threads(options.threads)
     dist.init_process_group(
         "gloo",
@@ -150,7 +150,7 @@ def measure_rank(rank: int, size: int, folder: Path, options: argparse.Namespace
         subject = Subject(function, peer, dtype, options)
         values = subject.values(subject.logits_TV, subject.ids)
         measures = whole_row_measures(subject, values, options) if size == 1 else {}
-        results.append((values, measures))
+        results.append((values, subject.moved_by_padding(values), measures))
     torch.save(results, folder / f"tp{size}-rank{rank}.pt")
     dist.destroy_process_group()
 
@@ -163,7 +163,6 @@ def whole_row_measures(
         "output_dtype": name_of(values.dtype),
         "max_error_nats": subject.max_error(values),
         "moved_by_batch": subject.moved_by_batch(values),
-        "moved_by_padding": subject.moved_by_padding(values),
     }
     actions = {"forward": subject.forward, "step": subject.step}
     for name, action in actions.items():
@@ -191,12 +190,14 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def record(options: argparse.Namespace, ranks: dict[int, list[Any]], index: int) -> dict[str, Any]:
     """What all ranks of all sizes found for one dtype."""
-    whole, measures = ranks[1][0][index]
+    found = {size: [rank[index] for rank in group] for size, group in ranks.items()}
+    whole, padding, measures = found[1][0]
     moved = {
-        size: int(torch.stack([whole != results[index][0] for results in group]).any(0).sum())
-        for size, group in ranks.items()
+        size: num_moved([whole != values for values, *_ in group])
+        for size, group in found.items()
         if size > 1
     }
+    everywhere = [masks for group in found.values() for _, masks, _ in group]
     return {
         "peer": options.peer,
         "status": "measured",
@@ -204,8 +205,14 @@ def record(options: argparse.Namespace, ranks: dict[int, list[Any]], index: int)
         "dtype": name_of(DTYPES[index]),
         "num_rows": len(whole),
         "moved_by_tp": moved,
+        "moved_by_padding": {fill: num_moved([m[fill] for m in everywhere]) for fill in padding},
         **measures,
     }
+
+
+def num_moved(masks: list[Tensor]) -> int:
+    """Rows that any of the masks has."""
+    return int(torch.stack(masks).any(0).sum())
 
 
 def peer_version(peer: Peer) -> str:
