@@ -15,23 +15,23 @@ import triton
 import triton.language as tl
 
 from rlk_kernels import expsum
+from rlk_kernels.triton_columns import (
+    BIN_WIDTH,
+    MAGIC_BITS,
+    bin_of,
+    exponential,
+    larger,
+    scaled,
+    tile_offsets,
+    widened,
+)
 
 LIMIT = tl.constexpr(expsum.LIMIT)
 NUM_BINS = tl.constexpr(expsum.NUM_BINS)
-BIN_WIDTH = tl.constexpr(expsum.BIN_WIDTH)
 EMPTY_TOP = tl.constexpr(expsum.EMPTY_TOP)
-MAGIC = tl.constexpr(expsum.MAGIC)
-MAGIC_BITS = tl.constexpr(0x4B400000)
-"""The bits of MAGIC as an integer; those of MAGIC + n are n more."""
-LOG2E = tl.constexpr(expsum.LOG2E)
-LN2_HI = tl.constexpr(expsum.LN2_HI)
-LN2_LO = tl.constexpr(expsum.LN2_LO)
-C0, C1, C2, C3, C4 = map(tl.constexpr, expsum.POLYNOMIAL)
 MANTISSA_UNIT = tl.constexpr(float(1 << expsum.MANTISSA_BITS))
 NEAR_MASKED = tl.constexpr(-8000.0)
 """Above it no kept bin of a piece reaches down to masked columns."""
-BIN_BIAS = tl.constexpr(600)
-"""Makes every bin of a live logit positive, since integer division rounds towards zero."""
 
 
 @triton.jit
@@ -71,7 +71,7 @@ def piece_states(
         HAS_TEMPERATURE,
     )
     is_empty = largest <= -LIMIT
-    top = tl.where(is_empty, EMPTY_TOP, _bin(largest))
+    top = tl.where(is_empty, EMPTY_TOP, bin_of(largest))
     high, middle, low = _piece_sums(
         piece_ptr,
         column_stride,
@@ -166,10 +166,10 @@ def tile_gradients(
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_column = columns < num_columns
     place = logits_ptr + row * row_stride + columns.to(tl.int64) * column_stride
-    z = _float32(tl.load(place, mask=is_column, other=0.0), temperature, HAS_TEMPERATURE)
-    shifted, p = _exponential(z)
+    z = widened(tl.load(place, mask=is_column, other=0.0), temperature, HAS_TEMPERATURE)
+    shifted, p = exponential(z)
     power = shifted.to(tl.int32, bitcast=True) - (MAGIC_BITS + tl.load(exponent_ptr + row))
-    probability = _scaled(p * tl.load(inverse_ptr + row), power)
+    probability = scaled(p * tl.load(inverse_ptr + row), power)
     is_live = (z > -LIMIT) & (z <= LIMIT)
     gradient = tl.load(weight_ptr + row) * tl.where(is_live, probability, 0.0)
     is_target = columns == (tl.load(token_ids_ptr + row) - vocab_start).to(tl.int32)
@@ -189,17 +189,17 @@ def _piece_maximum(
     HAS_TEMPERATURE: tl.constexpr,
 ):
     """The largest logit and whether all are valid; if not, the first one means nothing."""
-    offsets = _tile_offsets(BLOCK, VECTOR)
+    offsets = tile_offsets(BLOCK, VECTOR)
     tile_ptr = piece_ptr + offsets.to(tl.int64) * column_stride
     largest = tl.full([BLOCK // VECTOR, VECTOR], -float("inf"), tl.float32)
     whole = length // BLOCK * BLOCK
     for _ in range(0, whole, BLOCK):
-        largest = _larger(largest, tl.load(tile_ptr).to(tl.float32))
+        largest = larger(largest, tl.load(tile_ptr).to(tl.float32))
         tile_ptr += BLOCK * column_stride
     z = tl.load(tile_ptr, mask=whole + offsets < length, other=-float("inf"))
-    largest = _larger(largest, z.to(tl.float32))
+    largest = larger(largest, z.to(tl.float32))
     # divided last: a rounded division by a positive number keeps the order
-    largest = _float32(largest, temperature, HAS_TEMPERATURE)
+    largest = widened(largest, temperature, HAS_TEMPERATURE)
     is_valid = largest <= LIMIT
     return tl.max(tl.where(is_valid, largest, -float("inf"))), tl.min(is_valid.to(tl.int32)) != 0
 
@@ -220,14 +220,14 @@ def _valid_maximum(
 
     ``search_length`` is 0 if none is invalid and ``largest`` stands, else ``length``.
     """
-    offsets = _tile_offsets(BLOCK, VECTOR)
+    offsets = tile_offsets(BLOCK, VECTOR)
     first = tl.full([BLOCK // VECTOR, VECTOR], 0, tl.int32) + length
     valid = tl.full([BLOCK // VECTOR, VECTOR], -float("inf"), tl.float32)
     for start in range(0, search_length, BLOCK):
         columns = start + offsets
         place = piece_ptr + columns.to(tl.int64) * column_stride
         z = tl.load(place, mask=columns < length, other=-float("inf"))
-        z = _float32(z, temperature, HAS_TEMPERATURE)
+        z = widened(z, temperature, HAS_TEMPERATURE)
         is_valid = z <= LIMIT
         first = tl.minimum(first, tl.where(is_valid, length, columns))
         valid = tl.maximum(valid, tl.where(is_valid, z, -float("inf")))
@@ -250,14 +250,14 @@ def _piece_sums(
 
     In a plain piece no column is invalid or lies both in a bin and at or below -LIMIT.
     """
-    offsets = _tile_offsets(BLOCK, VECTOR)
+    offsets = tile_offsets(BLOCK, VECTOR)
     from_high = tl.zeros([BLOCK // VECTOR], tl.int64)
     from_middle = tl.zeros([BLOCK // VECTOR], tl.int64)
     from_low = tl.zeros([BLOCK // VECTOR], tl.int64)
     tile_ptr = piece_ptr + offsets.to(tl.int64) * column_stride
     whole = tl.where(is_plain, length // BLOCK * BLOCK, 0)
     for _ in range(0, whole, BLOCK):
-        z = _float32(tl.load(tile_ptr), temperature, HAS_TEMPERATURE)
+        z = widened(tl.load(tile_ptr), temperature, HAS_TEMPERATURE)
         high, middle, low = _tile_sums(z, top)
         from_high += high
         from_middle += middle
@@ -266,7 +266,7 @@ def _piece_sums(
     # the rest: a last part of a tile, or all of a piece that is not plain
     for start in range(whole, length, BLOCK):
         z = tl.load(tile_ptr, mask=start + offsets < length, other=-float("inf"))
-        z = _float32(z, temperature, HAS_TEMPERATURE)
+        z = widened(z, temperature, HAS_TEMPERATURE)
         z = tl.where((z > -LIMIT) & (z <= LIMIT), z, -float("inf"))
         high, middle, low = _tile_sums(z, top)
         from_high += high
@@ -286,7 +286,7 @@ def _tile_sums(z, top):
     bin takes one comparison. It compares integers, because behind a comparison of floats LLVM
     widens before it selects, and then multiplies 64 by 64 bits.
     """
-    shifted, p = _exponential(z)
+    shifted, p = exponential(z)
     bits = shifted.to(tl.int32, bitcast=True)
     high_bits = MAGIC_BITS + BIN_WIDTH * top
     middle_bits = high_bits - BIN_WIDTH
@@ -309,50 +309,3 @@ def _sum_of_products(mantissa, weight):
     """The int64 sums over a tile's vectors."""
     products = mantissa.to(tl.uint32).to(tl.uint64) * weight.to(tl.uint32).to(tl.uint64)
     return tl.sum(products, 1).to(tl.int64)
-
-
-@triton.jit
-def _exponential(z):
-    """Float32 (n + MAGIC, p) with exp(z) = p * 2**n, as in `rlk_kernels.reference`."""
-    shifted = z * LOG2E + MAGIC
-    n = shifted - MAGIC
-    r = (z - n * LN2_HI) - n * LN2_LO
-    p = (((C4 * r + C3) * r + C2) * r + C1) * r + C0
-    return shifted, ((p * r) * r + r) + 1.0
-
-
-@triton.jit
-def _bin(z):
-    """Bin of a live logit."""
-    n = (z * LOG2E + MAGIC).to(tl.int32, bitcast=True) - MAGIC_BITS
-    return (n + BIN_WIDTH * BIN_BIAS) // BIN_WIDTH - BIN_BIAS
-
-
-@triton.jit
-def _scaled(t, power):
-    """Float32 t * 2**power, exactly, or 0 below 2**-126, as in `rlk_kernels.reference`."""
-    bits = t.to(tl.int32, bitcast=True)
-    shift = tl.maximum(power, -256)
-    scaled = (bits + (shift << 23)).to(tl.float32, bitcast=True)
-    return tl.where((bits >> 23) + shift >= 1, scaled, 0.0)
-
-
-@triton.jit
-def _float32(z, temperature, HAS_TEMPERATURE: tl.constexpr):
-    """Logits widened and divided by the temperature."""
-    z = z.to(tl.float32)
-    if HAS_TEMPERATURE:
-        z = tl.div_rn(z, temperature)
-    return z
-
-
-@triton.jit
-def _tile_offsets(BLOCK: tl.constexpr, VECTOR: tl.constexpr):
-    """Columns of a tile, int32 [BLOCK // VECTOR, VECTOR]."""
-    return tl.arange(0, BLOCK // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
-
-
-@triton.jit
-def _larger(a, b):
-    """The larger one, NaN if either is NaN."""
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
