@@ -81,6 +81,7 @@ def _forward(
 
 
 def _group_of(name: str) -> dist.ProcessGroup:
+    # how torch's own functional collectives find theirs; it is not exported, so not typed either
     resolve: Callable[[str], dist.ProcessGroup] = vars(c10d)["_resolve_process_group"]
     return resolve(name)
 
