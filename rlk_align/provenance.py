@@ -144,10 +144,22 @@ def git_state(directory: Path | None = None) -> str:
 
 
 def launch_command() -> list[str]:
-    """The command line that the user typed, also in a worker that an engine spawned.
+    """The command line that the user typed, also in a worker that an engine or torchrun spawned.
 
     The first process of ours leaves it in the environment, where its children find it. Of the
     interpreter only the name is kept: where it is installed changes nothing.
     """
-    ours = [Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]]
+    typed = _torchrun_command() or sys.orig_argv
+    ours = [Path(typed[0]).name, *typed[1:]]
     return list(json.loads(os.environ.setdefault(COMMAND_VARIABLE, json.dumps(ours))))
+
+
+def _torchrun_command() -> list[str]:
+    """What started the ranks of this process; empty where that was not torchrun, or is hidden."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return []
+    try:
+        content = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
+    except OSError:
+        return []
+    return content.decode("utf-8", "backslashreplace").split("\0")[:-1]

@@ -180,7 +180,10 @@ def test_provenance_says_where_the_numbers_come_from(two_ranks, tiny_model_dir):
     assert provenance.engine_settings["attention_implementation"] == "sdpa"
     assert provenance.engine_settings["tp_plan_head"] == "colwise"
     assert provenance.software["torch"] == torch.__version__
-    assert "rlk_adapters.replay" in provenance.command
+    # as typed: neither torchrun nor its flags are in a rank's own command line
+    interpreter, *rest = provenance.command
+    assert interpreter == Path(sys.executable).name
+    assert rest[: len(TORCHRUN) + 1] == [*TORCHRUN[1:], "-m", "rlk_adapters.replay"]
 
 
 def test_a_bad_rank_stops_every_rank_with_its_name(rollout, tiny_model_dir, tmp_path):

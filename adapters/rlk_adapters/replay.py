@@ -75,6 +75,15 @@ class ReplayOptions:
     timeout_s: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """What only rank 0 looks up."""
+
+    model: ModelIdentity
+    git: str
+    command: list[str]
+
+
 def replay(options: ReplayOptions) -> Path:
     """Write a sealed trainer capture of the captured sequences; on every rank of the launch.
 
@@ -90,12 +99,16 @@ def replay(options: ReplayOptions) -> Path:
         capture, config = ranks.attempt(lambda: _inputs(options, ranks))
         ranks.require_same("a capture with sequences", _fingerprint(capture))
         # before any rank writes: a capture inside a checkout would be a change in it
-        identity, git = ranks.on_first(lambda: (_identify(options.model), git_state()))
+        origin = ranks.on_first(
+            lambda: Origin(
+                model=_identify(options.model), git=git_state(), command=launch_command()
+            )
+        )
         sharded = ranks.attempt(
             lambda: load_model(options.model, config, ranks=ranks, dtype=DTYPES[options.dtype])
         )
         writer = ranks.attempt(
-            lambda: _writer(options.out, sharded, _provenance(options, sharded, identity, git))
+            lambda: _writer(options.out, sharded, _provenance(options, sharded, origin))
         )
         _replay_all(options, capture.sequences, sharded, writer)
         ranks.attempt(writer.close)
@@ -147,9 +160,7 @@ def _identify(model: Path) -> ModelIdentity:
     return identify_model(model, progress=bars("hashing the checkpoint"))
 
 
-def _provenance(
-    options: ReplayOptions, sharded: ShardedModel, identity: ModelIdentity, git: str
-) -> Provenance:
+def _provenance(options: ReplayOptions, sharded: ShardedModel, origin: Origin) -> Provenance:
     """Where the numbers come from; the same on every rank but for the environment."""
     import transformers
 
@@ -168,7 +179,7 @@ def _provenance(
             "grad": False,
             "threads": torch.get_num_threads(),
         },
-        model=identity,
+        model=origin.model,
         topology={"tp": sharded.ranks.size, "pp": 1, "dp": 1, "cp": 1},
         logits=LogitsSemantics(stage="model_output", dtype=dtype),
         reported=ReportedSemantics(
@@ -177,8 +188,8 @@ def _provenance(
         kernel={"spec": KERNEL_SPEC, "backend": backend_id("auto", "cpu")},
         software=software_versions("transformers", "accelerate"),
         environment=numeric_environment(),
-        git=git,
-        command=launch_command(),
+        git=origin.git,
+        command=origin.command,
     )
 
 
