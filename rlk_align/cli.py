@@ -47,7 +47,7 @@ REPORT_OPTIONS = (
     click.option("--limit", type=float, callback=_check_nats, metavar="NATS",
                  help="Largest mean |d| that is aligned [0.02]."),
     click.option("--limit-max", type=float, callback=_check_nats, metavar="NATS",
-                 help="Largest |d| of one token that is aligned [1]."),
+                 help="Largest |d| of one token that is aligned [1, or --limit if larger]."),
     click.option("--out", type=DIRECTORY, default=Path("rlk-report"), metavar="DIR",
                  help="For report.json and tokens.parquet [rlk-report]."),
     click.option("--json", "as_json", is_flag=True, help="JSON lines on stdout, not tables."),

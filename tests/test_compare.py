@@ -27,7 +27,7 @@ from rlk_align.cli import main
 from rlk_align.compare.budget import drift_budget
 from rlk_align.compare.comparison import Comparison, compare_captures
 from rlk_align.compare.token_table import Side, TokenTable
-from rlk_align.compare.verdict import Limits, Outcome
+from rlk_align.compare.verdict import Limits, Outcome, limits_of
 from rlk_align.contract import VocabLayout, equal_shards
 from rlk_align.provenance import ReportedSemantics
 
@@ -262,6 +262,15 @@ def test_one_token_beyond_the_limit_decides_and_is_named(tmp_path):
     )
     assert (result.worst[0].sequence, result.worst[0].position) == ("3", 6)
     assert result.worst[0].drift == -2
+
+
+def test_a_limit_for_the_mean_is_not_overruled_by_the_default_for_one_token(tmp_path):
+    same = samples()
+    far = with_reported(same, lambda s: s.reported - 3)
+    result = compare(tmp_path, same, far, limits=limits_of(5.0, None))
+    assert result.verdict.outcome == Outcome.ALIGNED
+    assert limits_of(5.0, 2.0) == Limits(mean_nats=5.0, max_nats=2.0)
+    assert limits_of(0.5, None) == Limits(mean_nats=0.5)
 
 
 def test_two_rollouts_are_compared_and_the_report_says_which_is_which(tmp_path):

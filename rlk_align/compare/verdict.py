@@ -32,10 +32,14 @@ class Limits:
 
 
 def limits_of(mean_nats: float | None, max_nats: float | None) -> Limits:
-    """The limits that were given, and the defaults for the others."""
+    """The limits that were given, and the defaults for the others.
+
+    One token may always be as far off as all of them: the default of ``max_nats`` is never below
+    ``mean_nats``.
+    """
+    mean = LIMIT_NATS if mean_nats is None else mean_nats
     return Limits(
-        mean_nats=LIMIT_NATS if mean_nats is None else mean_nats,
-        max_nats=LIMIT_MAX_NATS if max_nats is None else max_nats,
+        mean_nats=mean, max_nats=max(LIMIT_MAX_NATS, mean) if max_nats is None else max_nats
     )
 
 
