@@ -36,12 +36,12 @@ from rlk_kernels import expsum_state, finish
 TWO = equal_shards(VOCAB, 2, padded_size=1024)
 
 
-def writer_of(directory: Path, plan: Plan, *, tp_rank: int = 0) -> CaptureWriter:
+def writer_of(directory: Path, plan: Plan, *, tp_rank: int = 0, dp_rank: int = 0) -> CaptureWriter:
     return CaptureWriter(
         directory,
         role="rollout",
         layout=plan.layout,
-        worker=WorkerIdentity(tp_rank=tp_rank),
+        worker=WorkerIdentity(tp_rank=tp_rank, dp_rank=dp_rank),
         provenance=plan.provenance,
     )
 
@@ -155,6 +155,19 @@ def test_ranks_that_sampled_different_tokens_are_refused(tmp_path):
     other = [sample.response[0], (sample.response[1] + 1) % VOCAB, sample.response[2]]
     disagreeing(tmp_path / "c", sample, replace(sample, response=other))
     with pytest.raises(UnusableInput, match=r"'0' position 3 has token .* ranks must agree"):
+        seal_capture(tmp_path / "c")
+
+
+def test_replicas_that_give_two_sequences_one_label_are_refused(tmp_path):
+    first, second = samples(1)[0], samples(1, seed=1)[0]
+    # the same prompt and other steps: nothing else tells the two sequences apart
+    second = replace(second, prompt=first.prompt)
+    for dp_rank, sample in enumerate((first, second)):
+        writer = writer_of(tmp_path / "c", Plan(), dp_rank=dp_rank)
+        writer.register(sample.label, sample.prompt)
+        writer.append(rows_of(sample, [0, 1, 2], Plan(step=dp_rank), 0))
+        writer.close()
+    with pytest.raises(UnusableInput, match="label '0' is used by data-parallel ranks 0 and 1"):
         seal_capture(tmp_path / "c")
 
 

@@ -16,7 +16,7 @@ from rlk_align.capture.writer import Prompt
 from rlk_align.errors import UnusableInput
 from rlk_align.files import METADATA_KEY, sha256_of_file
 
-PART_PATH = re.compile(r"dp\d+-tp(\d+)/[^/]+")
+PART_PATH = re.compile(r"dp(\d+)-tp(\d+)/[^/]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,11 +40,19 @@ class PartEntry:
             )
 
     @property
+    def dp_rank(self) -> int:
+        """The data-parallel rank in the folder's name."""
+        return self._ranks()[0]
+
+    @property
     def tp_rank(self) -> int:
         """The tensor-parallel rank in the folder's name."""
+        return self._ranks()[1]
+
+    def _ranks(self) -> tuple[int, int]:
         folder = PART_PATH.fullmatch(self.path)
         assert folder is not None
-        return int(folder[1])
+        return int(folder[1]), int(folder[2])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

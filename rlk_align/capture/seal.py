@@ -83,8 +83,16 @@ class _Assembly:
         self._prompts: dict[str, Prompt] = {}
         # label -> position -> (step, token id)
         self._tokens: dict[str, dict[int, tuple[int, int]]] = {}
+        self._dp_ranks: dict[str, int] = {}
 
     def add(self, entry: PartEntry, part: PartColumns) -> None:
+        for label in (*part.prompts, *part.labels):
+            replica = self._dp_ranks.setdefault(label, entry.dp_rank)
+            if replica != entry.dp_rank:
+                raise UnusableInput(
+                    f"label {label!r} is used by data-parallel ranks {replica} and "
+                    f"{entry.dp_rank}; labels are unique in a capture"
+                )
         for label, prompt in part.prompts.items():
             if self._prompts.setdefault(label, prompt) != prompt:
                 raise UnusableInput(
