@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from functools import reduce
 from pathlib import Path
@@ -17,10 +19,12 @@ from rlk_align.matrix.command import matrix
 COMPARE_EPILOG = """
 \b
 Example: rlk-align compare captures/rollout captures/trainer --limit 0.02
-Exit: 0 aligned, 1 drifted, 2 unusable input, 3 inconclusive (not all was observed).
+Exit: 0 aligned, 1 drifted, 2 unusable input, 3 inconclusive (not all was observed),
+70 a fault of rlk-align itself.
 --json prints one object a line: {"kind": "summary", ...}, four {"kind": "term", ...}
 and the worst tokens, {"kind": "token", ...}, with the fields of report.json.
 """
+FAULT_OF_OURS = 70
 HELP = {"help_option_names": ["-h", "--help"]}
 DIRECTORY = click.Path(path_type=Path)
 
@@ -142,7 +146,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(entry: click.Command, argv: list[str] | None, name: str) -> int:
-    """Run a click command of ours: one sentence on stderr for what its user can mend."""
+    """Run a click command of ours: one sentence on stderr for what its user can mend.
+
+    Any other exception is a fault of ours: its traceback, and status 70, which is no verdict.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # tokens may hold any letter, a terminal may not
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         status = entry.main(args=argv, prog_name=name, standalone_mode=False)
         return status if isinstance(status, int) else 0
@@ -159,6 +169,9 @@ def run(entry: click.Command, argv: list[str] | None, name: str) -> int:
         return 141
     except (UnusableInput, OSError) as error:
         return _complain(name, str(error), 2)
+    except Exception:
+        traceback.print_exc()
+        return FAULT_OF_OURS
 
 
 def _complain(name: str, sentence: str, status: int) -> int:

@@ -199,6 +199,32 @@ def test_seal_makes_a_capture_of_what_workers_wrote(tmp_path, capsys):
     assert capsys.readouterr().err == f"rlk-align: {tmp_path}/c is sealed already\n"
 
 
+def test_a_fault_of_ours_is_no_verdict(pair, tmp_path, capsys, monkeypatch):
+    def failing(*args, **kwargs):
+        raise RuntimeError("nobody thought of this")
+
+    monkeypatch.setattr("rlk_align.compare.comparison.compare_captures", failing)
+    arguments = [str(pair / "rollout"), str(pair / "trainer"), "--out", str(tmp_path)]
+    assert main(["compare", *arguments]) == 70
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("Traceback")
+    assert err.endswith("RuntimeError: nobody thought of this\n")
+
+
+def test_a_stdout_that_knows_only_ascii_shows_other_letters_escaped(tmp_path):
+    ours = [replace(sample, label=f"\u4f60-{sample.label}") for sample in samples()]
+    write_capture(tmp_path / "rollout", ours, Plan())
+    write_capture(tmp_path / "trainer", ours, Plan(role="trainer"))
+    done = subprocess.run(
+        [sys.executable, "-m", "rlk_align.cli", "compare", "rollout", "trainer"],
+        cwd=tmp_path, env=os.environ | {"PYTHONIOENCODING": "ascii"}, capture_output=True,
+        text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\\u4f60-" in done.stdout
+
+
 @pytest.mark.parametrize("words", [[], ["compare"], ["inspect"], ["seal"]])
 def test_help_fits_a_screen_and_holds_an_example(words, capsys):
     assert main([*words, "-h"]) == 0
