@@ -326,6 +326,10 @@ def test_a_capture_written_by_hand_from_the_format_page_is_read(tmp_path):
         ({"position": torch.tensor([1, -2], dtype=torch.int32)}, r"row 1: position -2 is not in"),
         ({"position": torch.tensor([1, 9], dtype=torch.int32)}, "the sequence table has another"),
         ({"token_id": torch.tensor([3, 6], dtype=torch.int32)}, "the sequence table has another"),
+        (
+            {"is_prompt": torch.tensor([False, True])},
+            "position 2: is_prompt is True, but the prompt",
+        ),
         ({"reported_status": torch.tensor([0, 9], dtype=torch.uint8)}, "reported_status 9 is not"),
         ({"reported": torch.zeros(2, dtype=torch.float64)}, "reported is torch.float64"),
         ({"target_logit": torch.zeros(3)}, r"target_logit is torch.float32 \(3,\)"),

@@ -55,7 +55,7 @@ def merge_ranks(
 
     Raises:
         UnusableInput: If ranks disagree on a token id, a reported value or a weights epoch, or a
-            row's token is not the one in the sequence table.
+            row's token or ``is_prompt`` is not what the sequence table says.
     """
     index = {label: i for i, label in enumerate(sequences.labels)}
     per_rank = [_last_rows(parts, index, rank) for rank, parts in enumerate(ranks)]
@@ -172,7 +172,7 @@ def _scatter_state(columns: Columns, at: torch.Tensor, count: int) -> State:
 
 
 def _check_tokens(shared: Columns, keys: torch.Tensor, table: SequenceTable) -> None:
-    """Every row's token must stand in its sequence at its position."""
+    """Every row's token must stand in its sequence at its position, in or after the prompt."""
     lengths = torch.tensor([len(ids) for ids in table.token_ids], dtype=torch.int64)
     offsets = lengths.cumsum(0) - lengths
     flat = torch.tensor([i for ids in table.token_ids for i in ids], dtype=torch.int64)
@@ -185,4 +185,13 @@ def _check_tokens(shared: Columns, keys: torch.Tensor, table: SequenceTable) -> 
         raise UnusableInput(
             f"sequence {table.labels[int(sequence[row])]!r}, position {int(position[row])}: the "
             f"row is for token {int(shared['token_id'][row])}, the sequence table has another"
+        )
+    prompt_end = torch.tensor(table.prompt_lengths, dtype=torch.int64)[sequence]
+    wrong = shared["is_prompt"] != (position < prompt_end)
+    if wrong.any():
+        row = int(wrong.nonzero()[0, 0])
+        raise UnusableInput(
+            f"sequence {table.labels[int(sequence[row])]!r}, position {int(position[row])}: "
+            f"is_prompt is {bool(shared['is_prompt'][row])}, but the prompt has "
+            f"{int(prompt_end[row])} tokens; write true for the prompt's tokens and no others"
         )
