@@ -128,13 +128,12 @@ def numeric_environment() -> dict[str, str]:
     }
 
 
-def git_state(directory: Path | None = None) -> str:
-    """Commit of the checkout around ``directory`` (default: the working directory)."""
+def git_state() -> str:
+    """Commit of the checkout around the working directory."""
     try:
         commit, status = (
             subprocess.run(
-                ["git", *arguments], cwd=directory, capture_output=True, text=True, check=True,
-                timeout=10,
+                ["git", *arguments], capture_output=True, text=True, check=True, timeout=10
             ).stdout.strip()
             for arguments in (("rev-parse", "HEAD"), ("status", "--porcelain"))
         )  # fmt: skip

@@ -173,9 +173,7 @@ def test_provenance_says_where_the_numbers_come_from(two_ranks, tiny_model_dir):
     assert (provenance.engine, provenance.engine_version[:2]) == ("transformers", "5.")
     assert provenance.topology == {"tp": 2, "pp": 1, "dp": 1, "cp": 1}
     assert provenance.model.weights_digest == checkpoint_digest(tiny_model_dir)
-    assert two_ranks.weights == [
-        {"epoch": 0, "digest": provenance.model.weights_digest, "label": None}
-    ]
+    assert two_ranks.weights == [{"epoch": 0, "digest": provenance.model.weights_digest}]
     assert provenance.logits.dtype == "bfloat16"
     assert provenance.engine_settings["attention_implementation"] == "sdpa"
     assert provenance.engine_settings["tp_plan_head"] == "colwise"

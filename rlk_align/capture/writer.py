@@ -101,9 +101,9 @@ class CaptureWriter:
         self._labels.add(label)
         self._new_prompts[label] = Prompt(token_ids=list(prompt_token_ids), sampling=sampling or {})
 
-    def note_weights(self, epoch: int, *, digest: str, label: str | None = None) -> None:
+    def note_weights(self, epoch: int, *, digest: str) -> None:
         """Record which weights an epoch stands for."""
-        self._index["weights"].append({"epoch": epoch, "digest": digest, "label": label})
+        self._index["weights"].append({"epoch": epoch, "digest": digest})
 
     def note_lost(self, reason: str, rows: int) -> None:
         """Count rows that could not be kept; the comparator reports them as not observed."""
