@@ -101,6 +101,8 @@ def _prepared(
     registry: Registry,
 ) -> PreparedRank:
     """This rank's input, held against its contract; no collective."""
+    if not isinstance(contract, LogprobContract):
+        raise UnusableInput(f"make_contract should return a LogprobContract, got {contract!r}")
     _check_group(contract.sharding, group)
     _check_logits(contract, logits_TL)
     active_T = torch.tensor(contract.mask.active, dtype=torch.bool, device=logits_TL.device)
@@ -130,6 +132,8 @@ def _check_group(sharding: ShardingContract, group: dist.ProcessGroup | None) ->
 
 
 def _check_logits(contract: LogprobContract, logits_TL: Tensor) -> None:
+    if not isinstance(logits_TL, Tensor):
+        raise UnusableInput(f"logits should be a tensor, got {type(logits_TL).__name__}")
     start, end = contract.sharding.bounds
     expected = (contract.mask.num_tokens, end - start)
     shape = tuple(logits_TL.shape)
@@ -147,8 +151,9 @@ def _check_logits(contract: LogprobContract, logits_TL: Tensor) -> None:
 
 def _real_ids(mask: MaskContract, token_ids_T: Tensor, active_T: Tensor) -> Tensor:
     """The ids with 0 in ignored rows."""
-    if mask.ignore_index is None or token_ids_T.shape != active_T.shape:
-        # a wrong shape is the kernel's to tell
+    is_tensor = isinstance(token_ids_T, Tensor)
+    if mask.ignore_index is None or not is_tensor or token_ids_T.shape != active_T.shape:
+        # a wrong type or shape is the kernel's to tell
         return token_ids_T
     wrong = (token_ids_T == mask.ignore_index) == active_T
     if wrong.any():

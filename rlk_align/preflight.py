@@ -108,19 +108,22 @@ def preflight(prepare: Callable[[], P], group: dist.ProcessGroup | None) -> P:
         group: The ranks of the contract's TP group; None for a single process.
 
     Raises:
-        UnusableInput: On every rank alike, naming the rank at fault.
+        UnusableInput: Whatever ``prepare`` raises; on every rank alike, naming the rank at fault.
         GroupSilent: If not all ranks of the group have come; a rank that knows of a fault of its
             own raises that.
     """
     if group is None:
-        return prepare()
+        try:
+            return prepare()
+        except Exception as error:
+            raise UnusableInput(_sentence(error)) from error
     if dist.get_rank(group) < 0:
         raise UnusableInput("this process is no member of the group it passes; pass its own")
     try:
         prepared = prepare()
         announcement = Announcement.of(prepared.dispatch)
     except Exception as error:
-        sentence = str(error) or type(error).__name__
+        sentence = _sentence(error)
         _exchange(Announcement(fields={"error": sentence.encode()}), group, sentence)
         raise AssertionError("an announced error is raised by every rank") from error
     _exchange(announcement, group, "")
@@ -164,6 +167,10 @@ def group_fault(announcements: list[Announcement]) -> str | None:
                 "give every rank of the group the same"
             )
     return None
+
+
+def _sentence(error: Exception) -> str:
+    return str(error) or type(error).__name__
 
 
 def _digest(value: object) -> bytes:

@@ -17,6 +17,7 @@ from rlk_align.contract import (
     ShardingContract,
     VocabLayout,
     equal_shards,
+    layout_from_bounds,
 )
 from rlk_align.errors import UnusableInput
 
@@ -97,12 +98,41 @@ def test_coordinates_lie_inside_their_world(fields: Any, message: str) -> None:
         (10, (), "the shards end at column 0"),
         (10, ((False, 10),), "start of rank 0 should be an integer, got False"),
         (10, ((0, 10.0),), "end of rank 0 should be an integer, got 10.0"),
+        (10, None, r"bounds should be a \(start, end\) for each rank, got None"),
+        (10, ((0, 5), (5, 7, 10)), r"bounds of rank 1 should be \(start, end\), got \(5, 7, 10\)"),
+        (10, (0, 10), r"bounds of rank 0 should be \(start, end\), got 0"),
+        (0, ((0, 10),), "vocab_size should be 1 or more, got 0"),
+        (370_001, ((0, 370_001),), "vocab_size should be at most 370000, the columns that the"),
         (True, ((0, 10),), "vocab_size should be an integer, got True"),
     ],
 )
 def test_the_table_is_contiguous_from_zero(vocab_size: Any, bounds: Any, message: str) -> None:
     with pytest.raises(UnusableInput, match=message):
         VocabLayout(vocab_size=vocab_size, bounds=bounds)
+
+
+def test_bounds_from_json_are_frozen_with_the_layout() -> None:
+    bounds: Any = [[0, 3], [3, 3], [3, 10], [10, 12]]
+    layout = VocabLayout(vocab_size=10, bounds=bounds)
+    assert layout == layout_from_bounds(10, bounds) == LAYOUT
+    assert hash(layout) == hash(LAYOUT)
+    bounds[0][1] = 4
+    assert layout == LAYOUT
+
+
+@pytest.mark.parametrize(
+    ("sizes", "padded_size", "message"),
+    [
+        ((10, 0), None, "tp_size should be 1 or more, got 0"),
+        ((10, 2.0), None, "tp_size should be an integer, got 2.0"),
+        ((None, 2), None, "vocab_size should be an integer, got None"),
+        ((0, 2), None, "vocab_size should be 1 or more, got 0"),
+        ((10, 2), 9, "padded_size should be 10 or more, got 9"),
+    ],
+)
+def test_equal_shards_need_a_rank_and_a_column(sizes: Any, padded_size: Any, message: str) -> None:
+    with pytest.raises(UnusableInput, match=message):
+        equal_shards(*sizes, padded_size=padded_size)
 
 
 def test_every_real_id_has_the_owner_whose_bounds_hold_it() -> None:

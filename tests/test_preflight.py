@@ -168,7 +168,9 @@ def faults() -> dict[str, tuple[Callable[[Call], None], str]]:
         ),
         "no contract": (change(sharding=None), rank_1 + "sharding should be a ShardingContract"),
         "no field": (lambda c: c.pop("role"), rank_1 + "LogprobContract.__init__() missing 1 req"),
-        "no tensor": (change(logits_TL=None), rank_1 + "'NoneType' object has no attribute"),
+        "no tensor": (change(logits_TL=None), rank_1 + "logits should be a tensor, got NoneType"),
+        "no ids": (change(token_ids_T=None), rank_1 + "token ids should be an int64 or int32"),
+        "no backend": (change(backend=None), rank_1 + "a policy should be a word or a backend's"),
     }
 
 
@@ -292,6 +294,41 @@ def test_a_process_outside_the_group_is_told_at_once(results: list[dict[str, Any
     assert (kind, message[:44]) == ("UnusableInput", "this process is no member of the group it pa")
 
 
+def single_call() -> Call:
+    return {
+        **sound_call(0),
+        "sharding": ShardingContract(layout=equal_shards(30, 1)),
+        "token_ids_T": torch.tensor([0, 29, -100, 3, 9]),
+    }
+
+
+@pytest.mark.parametrize(
+    ("break_call", "message"),
+    [
+        (change_id(1, 30), r"row 1: token id 30 is outside the vocabulary \[0, 30\)"),
+        (change(logits_TL=None), "logits should be a tensor, got NoneType"),
+        (change(token_ids_T=None), "token ids should be an int64 or int32 tensor, got NoneType"),
+        (change(backend=None), "a policy should be a word or a backend's id, got None"),
+        (lambda c: c.pop("role"), r"LogprobContract.__init__\(\) missing 1 required"),
+    ],
+)
+def test_one_process_raises_what_a_group_would(
+    break_call: Callable[[Call], None], message: str
+) -> None:
+    call = single_call()
+    break_call(call)
+    with pytest.raises(UnusableInput, match=f"^{message}"):
+        computed(call, None)
+
+
+def test_a_function_that_returns_no_contract_is_told() -> None:
+    make: Any = dict
+    with pytest.raises(UnusableInput, match=r"should return a LogprobContract, got {}$"):
+        UnusableInput, match=r"make_contract should return a LogprobContract, got {"
+    ):
+        contract_logprob(make, *rows(), backend="expsum-cpu")
+
+
 def test_several_ranks_need_their_group() -> None:
     with pytest.raises(UnusableInput, match="TP rank 0 of 3, but the group has it as rank 0 of 1"):
         computed(sound_call(0), None)
@@ -310,11 +347,6 @@ def test_a_backend_that_returns_another_dtype_is_found_out() -> None:
             capabilities=(Capability(backend_id="half", platform="cpu", tier="production"),),
         )
     )
-    call = {
-        **sound_call(0),
-        "sharding": ShardingContract(layout=equal_shards(30, 1)),
-        "token_ids_T": torch.tensor([0, 29, -100, 3, 9]),
-        "backend": "half",
-    }
+    call = {**single_call(), "backend": "half"}
     with pytest.raises(UnusableInput, match=r"backend half returned logprob as torch\.bfloat16"):
         computed(call, None)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from rlk_align.contract.fields import checked_integer
 from rlk_align.errors import UnusableInput
+from rlk_kernels import MAX_COLUMNS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +20,8 @@ class VocabLayout:
     bounds=((0, 76032), (76032, 152064)))``: the last 128 columns are padding.
 
     Raises:
-        UnusableInput: If the bounds have a gap or an overlap, or end before the vocabulary does.
+        UnusableInput: If the bounds are no pairs, have a gap or an overlap, or end before the
+            vocabulary does, or if it has more columns than the kernel can add.
     """
 
     vocab_size: int
@@ -28,7 +30,13 @@ class VocabLayout:
     """``(start, end)`` of each rank in rank order; contiguous from 0; a shard may be empty."""
 
     def __post_init__(self) -> None:
-        checked_integer("vocab_size", self.vocab_size)
+        checked_integer("vocab_size", self.vocab_size, low=1)
+        if self.vocab_size > MAX_COLUMNS:
+            raise UnusableInput(
+                f"vocab_size should be at most {MAX_COLUMNS}, the columns that the kernel can add, "
+                f"got {self.vocab_size}"
+            )
+        object.__setattr__(self, "bounds", _pairs(self.bounds))
         expected = 0
         for rank, (start, end) in enumerate(self.bounds):
             checked_integer(f"start of rank {rank}", start)
@@ -39,7 +47,7 @@ class VocabLayout:
                     f"start at {expected}; shards are contiguous from 0, without gap or overlap"
                 )
             expected = end
-        if self.vocab_size < 1 or expected < self.vocab_size:
+        if expected < self.vocab_size:
             raise UnusableInput(
                 f"the shards end at column {expected}, but the vocabulary has "
                 f"{self.vocab_size} columns; give the bounds of all ranks"
@@ -87,8 +95,14 @@ def equal_shards(vocab_size: int, tp_size: int, *, padded_size: int | None = Non
 
     Without ``padded_size`` the vocabulary is cut like ``torch.chunk``: the last shards may be
     smaller, or empty.
+
+    Raises:
+        UnusableInput: If a number is no integer or too small.
     """
-    total = vocab_size if padded_size is None else padded_size
+    checked_integer("tp_size", tp_size, low=1)
+    total = checked_integer("vocab_size", vocab_size)
+    if padded_size is not None:
+        total = checked_integer("padded_size", padded_size, low=vocab_size)
     width = -(-total // tp_size)
     edges = [min(rank * width, total) for rank in range(tp_size + 1)]
     return VocabLayout(vocab_size=vocab_size, bounds=tuple(itertools.pairwise(edges)))
@@ -96,4 +110,14 @@ def equal_shards(vocab_size: int, tp_size: int, *, padded_size: int | None = Non
 
 def layout_from_bounds(vocab_size: int, bounds: Sequence[Sequence[int]]) -> VocabLayout:
     """A layout from plain lists, as read from JSON."""
-    return VocabLayout(vocab_size=vocab_size, bounds=tuple((start, end) for start, end in bounds))
+    return VocabLayout(vocab_size=vocab_size, bounds=_pairs(bounds))
+
+
+def _pairs(bounds: object) -> tuple[tuple[int, int], ...]:
+    """Tuples, so that a layout is frozen and can be hashed; what they hold is not looked at."""
+    if not isinstance(bounds, (tuple, list)):
+        raise UnusableInput(f"bounds should be a (start, end) for each rank, got {bounds!r}")
+    for rank, pair in enumerate(bounds):
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise UnusableInput(f"bounds of rank {rank} should be (start, end), got {pair!r}")
+    return tuple((start, end) for start, end in bounds)

@@ -81,6 +81,8 @@ def resolve(
     Raises:
         UnusableInput: If the policy is none, or no candidate is left; then with all reasons.
     """
+    if not isinstance(policy, str):
+        raise UnusableInput(f"a policy should be a word or a backend's id, got {policy!r}")
     policy = policy.strip()
     rejections: list[Rejection] = []
     for entry in _candidates(contract, policy, platform, registry):
