@@ -1,5 +1,7 @@
 """Whatever stops one rank stops all, with its own sentence and name, within the timeout."""
 
+import time
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -8,7 +10,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_on_ranks
 
-from rlk_adapters.ranks import Ranks, RanksFailed
+from rlk_adapters.ranks import PATIENCE, Ranks, RanksFailed
 from rlk_adapters.transformers_tp import ShardedModel
 from rlk_align.contract import equal_shards
 from rlk_align.errors import UnusableInput
@@ -42,6 +44,18 @@ def fail_inside_a_collective(ranks: Ranks, model: dist.ProcessGroup) -> tuple[st
     return said(lambda: ranks.attempt(work))
 
 
+def work_long(ranks: Ranks) -> int:
+    time.sleep(2.5 * TIMEOUT.total_seconds())
+    return ranks.rank + 7
+
+
+def leave_rank_2_silent(ranks: Ranks) -> tuple[str, str]:
+    timeout = timedelta(seconds=0.5)
+    talk = dist.new_group(backend="gloo", timeout=2 * timeout)
+    hasty = replace(ranks, timeout=timeout, talk=talk)
+    return said(lambda: hasty.gather(0) if ranks.rank < 2 else None)
+
+
 def gather_rows(ranks: Ranks, vocab_size: int) -> torch.Tensor:
     layout = equal_shards(vocab_size, ranks.size)
     start, end = layout.bounds[ranks.rank]
@@ -54,16 +68,19 @@ def every_case(rank: int) -> dict[str, Any]:
     # one start of processes serves all cases: starting takes longer than they do
     talk = dist.new_group(backend="gloo", timeout=2 * TIMEOUT)
     model = dist.new_group(timeout=TIMEOUT)
-    ranks = Ranks(rank=rank, size=NUM_RANKS, timeout=TIMEOUT, talk=talk)
+    patient_talk = dist.new_group(backend="gloo", timeout=PATIENCE)
+    ranks = Ranks(rank=rank, size=NUM_RANKS, timeout=TIMEOUT, talk=talk, patient_talk=patient_talk)
     ranks.require_same("a batch size of", 8)
     return {
         "succeeded": (ranks.attempt(lambda: rank), ranks.gather(rank)),
-        "on_first": ranks.on_first(lambda: rank + 7),
+        "on_first": ranks.on_first(lambda: work_long(ranks)),
+        "first_is_bad": said(lambda: ranks.on_first(lambda: 1 // 0)),
         "gathered": [gather_rows(ranks, vocab_size) for vocab_size in (6, 7, 4)],
         "one_bad": fail_on(ranks, (1,)),
         "all_bad": fail_on(ranks, (0, 1, 2)),
         "differs": said(lambda: ranks.require_same("a batch size of", 8 if rank < 2 else 4)),
         "inside": fail_inside_a_collective(ranks, model),
+        "silent": leave_rank_2_silent(ranks),
     }
 
 
@@ -96,7 +113,21 @@ def test_a_rank_that_differs_is_named(results):
 def test_what_succeeds_on_every_rank_is_given_back(results):
     for rank, result in enumerate(results):
         assert result["succeeded"] == (rank, [0, 1, 2])
+
+
+def test_rank_0_may_work_alone_for_longer_than_ranks_wait_for_another(results):
+    for result in results:
         assert result["on_first"] == 7
+        assert result["first_is_bad"] == (
+            "RanksFailed",
+            "rank 0: integer division or modulo by zero",
+        )
+
+
+def test_a_rank_that_does_not_answer_ends_the_others_with_one_sentence(results):
+    sentence = "a rank died or did not answer within 1 s; if it only needs longer, raise --timeout"
+    for result in results[:2]:
+        assert result["silent"] == ("RanksFailed", sentence)
 
 
 def test_shards_of_unequal_width_are_gathered_in_order(results):

@@ -18,6 +18,9 @@ from rlk_align.errors import UnusableInput
 
 T = TypeVar("T")
 
+# hashing or sealing a terabyte takes less; a rank 0 that died is noticed at once
+PATIENCE = timedelta(hours=12)
+
 
 class RanksFailed(RuntimeError):
     """Something other than unusable input stopped a rank; the message names it."""
@@ -44,6 +47,8 @@ class Ranks:
     """The longest that a rank waits for another."""
     talk: dist.ProcessGroup | None = None
     """For what ranks tell each other; the model's own collectives go through other groups."""
+    patient_talk: dist.ProcessGroup | None = None
+    """The same, for what the others wait for while rank 0 alone works: `PATIENCE`."""
 
     def attempt(self, work: Callable[[], T]) -> T:
         """What ``work`` gives, once it has succeeded on every rank.
@@ -55,6 +60,19 @@ class Ranks:
             UnusableInput: On every rank, if that is what stopped the first rank that stopped.
             RanksFailed: On every rank, if the first was stopped by anything else.
         """
+        return self._attempt(work, self.gather)
+
+    def on_first(self, work: Callable[[], T]) -> T:
+        """What ``work`` gives on rank 0, told to every rank; fails like `attempt`.
+
+        ``work`` may take longer than ranks otherwise wait for one another.
+        """
+        value = self._attempt(lambda: work() if self.rank == 0 else None, self._gather_patiently)
+        return self.gather(value)[0]  # type: ignore[return-value]
+
+    def _attempt(
+        self, work: Callable[[], T], gather: Callable[[Failure | None], list[Failure | None]]
+    ) -> T:
         result, failure = None, None
         try:
             result = work()
@@ -66,20 +84,31 @@ class Ranks:
                 sentence=str(error) or type(error).__name__,
                 is_unusable_input=isinstance(error, UnusableInput),
             )
-        self._raise_first(self.gather(failure))
+        self._raise_first(gather(failure))
         return result  # type: ignore[return-value]
 
-    def on_first(self, work: Callable[[], T]) -> T:
-        """What ``work`` gives on rank 0, told to every rank; fails like `attempt`."""
-        value = self.attempt(lambda: work() if self.rank == 0 else None)
-        return self.gather(value)[0]  # type: ignore[return-value]
-
     def gather(self, value: T) -> list[T]:
-        """Every rank's value, rank by rank."""
-        if self.talk is None:
+        """Every rank's value, rank by rank.
+
+        Raises:
+            RanksFailed: If a rank does not take part in time.
+        """
+        return self._gather(value, self.talk, 2 * self.timeout)
+
+    def _gather_patiently(self, value: T) -> list[T]:
+        return self._gather(value, self.patient_talk, PATIENCE)
+
+    def _gather(self, value: T, group: dist.ProcessGroup | None, timeout: timedelta) -> list[T]:
+        if group is None:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.talk)
+        try:
+            dist.all_gather_object(values, value, group=group)
+        except RuntimeError as error:
+            raise RanksFailed(
+                f"a rank died or did not answer within {timeout.total_seconds():g} s; if it only "
+                "needs longer, raise --timeout"
+            ) from error
         return values
 
     def require_same(self, what: str, value: object) -> None:
@@ -129,7 +158,11 @@ def open_ranks(timeout: timedelta) -> Iterator[Ranks]:
         dist.init_process_group(timeout=timeout)
         # twice: whoever waits for a rank that has failed gets here one timeout later
         talk = dist.new_group(backend="gloo", timeout=2 * timeout)
-        yield Ranks(rank=rank, size=size, local_rank=local_rank, timeout=timeout, talk=talk)
+        patient_talk = dist.new_group(backend="gloo", timeout=PATIENCE)
+        yield Ranks(
+            rank=rank, size=size, local_rank=local_rank, timeout=timeout, talk=talk,
+            patient_talk=patient_talk,
+        )  # fmt: skip
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
