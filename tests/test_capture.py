@@ -330,6 +330,7 @@ def test_a_capture_written_by_hand_from_the_format_page_is_read(tmp_path):
             {"is_prompt": torch.tensor([False, True])},
             "position 2: is_prompt is True, but the prompt",
         ),
+        ({"weights_epoch": torch.tensor([0, -7], dtype=torch.int32)}, "weights_epoch -7 is not in"),
         ({"reported_status": torch.tensor([0, 9], dtype=torch.uint8)}, "reported_status 9 is not"),
         ({"reported": torch.zeros(2, dtype=torch.float64)}, "reported is torch.float64"),
         ({"target_logit": torch.zeros(3)}, r"target_logit is torch.float32 \(3,\)"),

@@ -296,6 +296,17 @@ def test_tokens_of_other_weights_are_not_compared_unless_asked_for(tmp_path):
     assert result.inputs.table.class_counts() == {"compared": 18}
 
 
+@pytest.mark.parametrize("weights", [{0: "a" * 64}, {}], ids=["listed", "none listed"])
+@pytest.mark.parametrize("allowed", [False, True])
+def test_tokens_of_an_epoch_that_is_not_listed_are_not_compared(tmp_path, weights, allowed):
+    same = samples()
+    rollout = Plan(weights=weights, epoch_from={"2": 4})
+    result = compare(tmp_path, same, same, rollout, allow_different_weights=allowed)
+    assert result.inputs.table.class_counts() == {"compared": 15, "weights epoch not listed": 3}
+    assert result.verdict.outcome == Outcome.INCONCLUSIVE
+    assert "weights epoch not listed 3" in result.verdict.sentence
+
+
 def test_captures_without_any_sequence_are_inconclusive(tmp_path):
     result = compare(tmp_path, [], [])
     assert result.verdict.outcome == Outcome.INCONCLUSIVE

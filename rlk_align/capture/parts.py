@@ -136,6 +136,7 @@ def _check_columns(tensors: dict[str, torch.Tensor], entry: PartEntry, num_label
         ("sequence", num_labels),
         ("position", torch.iinfo(torch.int32).max),
         ("step", torch.iinfo(torch.int64).max),
+        ("weights_epoch", torch.iinfo(torch.int32).max),
         ("reported_status", len(ReportedStatus)),
     ):
         outside = (tensors[name] < 0) | (tensors[name] >= end)

@@ -114,7 +114,13 @@ def _table(plain: PlainFile, sides: tuple[Side, Side], basis: Basis) -> TokenTab
         rollout=sides[0],
         trainer=sides[1],
         basis=basis,
-        token_class=classify(*sides, basis=basis, is_prompt=nowhere, weights_differ=nowhere),
+        token_class=classify(
+            *sides,
+            basis=basis,
+            is_prompt=nowhere,
+            weights_differ=nowhere,
+            epoch_unlisted=nowhere,
+        ),
     )
 
 

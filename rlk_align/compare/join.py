@@ -11,12 +11,14 @@ from rlk_align.capture import Capture, TokenRows
 from rlk_align.compare.identity import epoch_weights
 from rlk_align.compare.side_columns import side_columns
 from rlk_align.compare.states import state_rows
-from rlk_align.compare.token_table import Flags, Integers, Side, TokenTable, classify
+from rlk_align.compare.token_table import Flags, Side, TokenTable, classify
 from rlk_align.progress import Track
 from rlk_align.provenance import NOT_OBSERVED
 
 POSITION_BITS = 32
+UNLISTED = "not listed"
 Int64s = npt.NDArray[np.int64]
+Digests = npt.NDArray[np.str_]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +73,7 @@ def join_captures(
     sides = capture_side(rollout, ours, our_rows), capture_side(trainer, theirs, their_rows)
     sequence, position = common >> POSITION_BITS, common & ((1 << POSITION_BITS) - 1)
     prompt_lengths = np.array(rollout.sequences.prompt_lengths, dtype=np.int64)
-    differ = _weights_differ(rollout, trainer, *sides)
+    digests = _digests(rollout, sides[0]), _digests(trainer, sides[1])
     table = TokenTable(
         labels=rollout.sequences.labels,
         sample_indices=[index for _, index in rollout.sequences.keys()],  # noqa: SIM118 (no dict)
@@ -86,7 +88,8 @@ def join_captures(
             *sides,
             basis="reported",
             is_prompt=position < prompt_lengths[sequence],
-            weights_differ=differ & (not allow_different_weights),
+            weights_differ=_known_to_differ(*digests) & (not allow_different_weights),
+            epoch_unlisted=(digests[0] == UNLISTED) | (digests[1] == UNLISTED),
         ),
     )
     return table, _coverage(rollout, trainer, our_keys, their_keys)
@@ -122,19 +125,17 @@ def capture_side(capture: Capture, rows: TokenRows, at: Int64s | None = None) ->
     )
 
 
-def _weights_differ(rollout: Capture, trainer: Capture, ours: Side, theirs: Side) -> Flags:
+def _digests(capture: Capture, side: Side) -> Digests:
+    """``[N]`` digest of the weights of each token, `UNLISTED` where nobody says which they were."""
+    of_epoch = epoch_weights(capture)
+    values, inverse = np.unique(side.weights_epoch, return_inverse=True)
+    return np.array([of_epoch.get(int(e), UNLISTED) for e in values] or [""])[inverse]
+
+
+def _known_to_differ(ours: Digests, theirs: Digests) -> Flags:
     """``[N]`` true where both sides know their weights and they are not the same."""
-    digests = [
-        _digests(epoch_weights(capture), side.weights_epoch)
-        for capture, side in ((rollout, ours), (trainer, theirs))
-    ]
-    unknown = (digests[0] == NOT_OBSERVED) | (digests[1] == NOT_OBSERVED)
-    return np.asarray((digests[0] != digests[1]) & ~unknown)
-
-
-def _digests(of_epoch: dict[int, str], epochs: Integers) -> npt.NDArray[np.str_]:
-    values, inverse = np.unique(epochs, return_inverse=True)
-    return np.array([of_epoch.get(int(e), NOT_OBSERVED) for e in values] or [""])[inverse]
+    unknown = np.isin(ours, (NOT_OBSERVED, UNLISTED)) | np.isin(theirs, (NOT_OBSERVED, UNLISTED))
+    return np.asarray((ours != theirs) & ~unknown)
 
 
 def _coverage(rollout: Capture, trainer: Capture, ours: Int64s, theirs: Int64s) -> Coverage:

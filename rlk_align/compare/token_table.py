@@ -98,10 +98,12 @@ def _words(status: IntEnum) -> str:
 
 PROMPT_CLASS = "prompt token"
 WEIGHTS_CLASS = "weights differ between the sides"
+UNLISTED_CLASS = "weights epoch not listed"
 TOKEN_CLASSES: tuple[str, ...] = (
     "compared",
     PROMPT_CLASS,
     WEIGHTS_CLASS,
+    UNLISTED_CLASS,
     *(f"{side} reported: {_words(s)}" for side in SIDES for s in ReportedStatus if s),
     *(f"{side} K: {_words(s)}" for side in SIDES for s in KernelStatus if s),
 )
@@ -109,10 +111,20 @@ TOKEN_CLASSES: tuple[str, ...] = (
 
 
 def classify(
-    rollout: Side, trainer: Side, *, basis: Basis, is_prompt: Flags, weights_differ: Flags
+    rollout: Side,
+    trainer: Side,
+    *,
+    basis: Basis,
+    is_prompt: Flags,
+    weights_differ: Flags,
+    epoch_unlisted: Flags,
 ) -> Integers:
     """``[N]`` index into `TOKEN_CLASSES` of every token."""
-    reasons = {PROMPT_CLASS: is_prompt, WEIGHTS_CLASS: weights_differ}
+    reasons = {
+        PROMPT_CLASS: is_prompt,
+        WEIGHTS_CLASS: weights_differ,
+        UNLISTED_CLASS: epoch_unlisted,
+    }
     sides = dict(zip(SIDES, (rollout, trainer), strict=True))
     for name, side in sides.items():
         for reported in ReportedStatus:
