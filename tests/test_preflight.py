@@ -324,8 +324,6 @@ def test_one_process_raises_what_a_group_would(
 def test_a_function_that_returns_no_contract_is_told() -> None:
     make: Any = dict
     with pytest.raises(UnusableInput, match=r"should return a LogprobContract, got {}$"):
-        UnusableInput, match=r"make_contract should return a LogprobContract, got {"
-    ):
         contract_logprob(make, *rows(), backend="expsum-cpu")
 
 
