@@ -169,16 +169,49 @@ def test_a_missing_value_is_counted_by_kind_and_enters_no_number(tmp_path, side,
     assert f"{side} reported: {name} 4" in result.verdict.sentence
 
 
-def test_values_that_nobody_asked_for_leave_nothing_to_compare(tmp_path):
-    same = samples()
-    status = {
-        (s.label, p): ReportedStatus.NOT_REQUESTED for s in same for p in range(2, 2 + s.num_tokens)
+def not_requested(given, *, but=()):
+    return {
+        (s.label, p): ReportedStatus.NOT_REQUESTED
+        for s in given
+        for p in range(2, 2 + s.num_tokens)
+        if (s.label, p) not in but
     }
+
+
+@pytest.mark.parametrize("side", ["rollout", "trainer"])
+def test_where_a_side_was_asked_for_no_logprob_d_is_the_difference_of_k(tmp_path, side):
+    ours = samples()
+    theirs = with_logits(ours, lambda s: s.logits * 1.25)
+    reported = compare(tmp_path / "reported", ours, theirs)
+    silent = Plan(role=side, status=not_requested(ours))
+    plans = (silent, TRAINER) if side == "rollout" else (Plan(), silent)
+    result = compare(tmp_path / "silent", ours, theirs, *plans)
+    assert result.inputs.table.basis == "kernel"
+    assert result.inputs.table.class_counts() == {"compared": 18}
+    assert result.inputs.notes == ["not both captures hold logprobs, so d is the difference of K"]
+    np.testing.assert_array_equal(term(result, "drift"), term(reported, "logits"))
+    assert result.spreads["trainer_function"] is None
+    assert result.spreads["engine_function"] is None
+    assert result.verdict.outcome == Outcome.DRIFTED
+
+
+def test_one_value_that_was_asked_for_makes_the_others_missed(tmp_path):
+    same = samples()
+    status = not_requested(same, but=[("1", 3)])
     result = compare(tmp_path, same, same, Plan(status=status))
+    assert result.inputs.table.class_counts() == {
+        "compared": 1,
+        "rollout reported: not requested": 17,
+    }
     assert result.verdict.outcome == Outcome.INCONCLUSIVE
-    assert result.verdict.sentence == (
-        "no token could be compared (rollout reported: not requested 18)"
-    )
+    assert result.inputs.notes == []
+
+
+def test_nothing_to_compare_has_no_numbers(tmp_path):
+    same = with_reported(samples(), lambda s: torch.full_like(s.reported, math.nan))
+    result = compare(tmp_path, same, samples())
+    assert result.verdict.outcome == Outcome.INCONCLUSIVE
+    assert result.verdict.sentence == "no token could be compared (rollout reported: nan 18)"
     assert result.metrics is None
     assert result.spreads["drift"] is None
 

@@ -13,7 +13,7 @@ from rlk_align.compare.identity import IdentityLine, check_identity
 from rlk_align.compare.join import Coverage, join_captures
 from rlk_align.compare.metrics import DriftMetrics, Spread, drift_metrics, spread
 from rlk_align.compare.side_by_side import FieldPair, capture_facts, side_by_side
-from rlk_align.compare.token_table import PROMPT_CLASS, TOKEN_CLASSES, TokenTable
+from rlk_align.compare.token_table import PROMPT_CLASS, TOKEN_CLASSES, Basis, TokenTable
 from rlk_align.compare.verdict import Limits, Verdict, judge
 from rlk_align.compare.worst_tokens import WorstToken, worst_tokens
 from rlk_align.progress import Track, silent
@@ -84,7 +84,7 @@ def compare_captures(
     )
     inputs = Inputs(
         names=(str(rollout), str(trainer)),
-        notes=_notes(ours.role, theirs.role, identity),
+        notes=_notes(ours.role, theirs.role, identity, table.basis),
         identity=identity,
         audit=audit_captures(ours, theirs, track=track) if audit else NOT_ASKED,
         table=table,
@@ -141,8 +141,12 @@ def _bits(table: TokenTable) -> dict[str, BitComparison]:
     }
 
 
-def _notes(rollout_role: str, trainer_role: str, identity: list[IdentityLine]) -> list[str]:
+def _notes(
+    rollout_role: str, trainer_role: str, identity: list[IdentityLine], basis: Basis
+) -> list[str]:
     notes = []
+    if basis == "kernel":
+        notes.append("not both captures hold logprobs, so d is the difference of K")
     if rollout_role == trainer_role:
         notes.append(
             f"both captures are of role {rollout_role}: the first stands as rollout, the second "

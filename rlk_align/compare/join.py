@@ -8,10 +8,11 @@ import numpy as np
 import numpy.typing as npt
 
 from rlk_align.capture import Capture, TokenRows
+from rlk_align.capture.rows import ReportedStatus
 from rlk_align.compare.identity import epoch_weights
 from rlk_align.compare.side_columns import side_columns
 from rlk_align.compare.states import state_rows
-from rlk_align.compare.token_table import Flags, Side, TokenTable, classify
+from rlk_align.compare.token_table import Basis, Flags, Side, TokenTable, classify
 from rlk_align.progress import Track
 from rlk_align.provenance import NOT_OBSERVED
 
@@ -72,7 +73,8 @@ def join_captures(
     assert np.array_equal(ours.token_id.numpy()[our_rows], theirs.token_id.numpy()[their_rows])
     sides = capture_side(rollout, ours, our_rows), capture_side(trainer, theirs, their_rows)
     sequence, position = common >> POSITION_BITS, common & ((1 << POSITION_BITS) - 1)
-    prompt_lengths = np.array(rollout.sequences.prompt_lengths, dtype=np.int64)
+    is_prompt = position < np.array(rollout.sequences.prompt_lengths, dtype=np.int64)[sequence]
+    basis = _basis(sides, ~is_prompt)
     digests = _digests(rollout, sides[0]), _digests(trainer, sides[1])
     table = TokenTable(
         labels=rollout.sequences.labels,
@@ -83,11 +85,11 @@ def join_captures(
         token_id=ours.token_id.numpy()[our_rows],
         rollout=sides[0],
         trainer=sides[1],
-        basis="reported",
+        basis=basis,
         token_class=classify(
             *sides,
-            basis="reported",
-            is_prompt=position < prompt_lengths[sequence],
+            basis=basis,
+            is_prompt=is_prompt,
             weights_differ=_known_to_differ(*digests) & (not allow_different_weights),
             epoch_unlisted=(digests[0] == UNLISTED) | (digests[1] == UNLISTED),
         ),
@@ -123,6 +125,12 @@ def capture_side(capture: Capture, rows: TokenRows, at: Int64s | None = None) ->
         all_ranks=rows.all_ranks[at],
         where=str(capture.directory),
     )
+
+
+def _basis(sides: tuple[Side, Side], sampled: Flags) -> Basis:
+    """K where a side was asked for no logprob of any sampled token."""
+    asked = [(side.reported_status != ReportedStatus.NOT_REQUESTED)[sampled] for side in sides]
+    return "kernel" if any(len(side) and not side.any() for side in asked) else "reported"
 
 
 def _digests(capture: Capture, side: Side) -> Digests:
