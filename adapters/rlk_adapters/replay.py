@@ -22,6 +22,7 @@ import torch
 
 from rlk_adapters.ranks import Ranks, RanksFailed, open_ranks
 from rlk_adapters.replay_rows import Batch, check_sequences, make_batches, replay_batch
+from rlk_adapters.token_text import TokenTexts, texts_of_model
 from rlk_adapters.transformers_tp import (
     ShardedModel,
     check_tensor_parallel,
@@ -110,9 +111,11 @@ def replay(options: ReplayOptions) -> Path:
         writer = ranks.attempt(
             lambda: _writer(options.out, sharded, _provenance(options, sharded, origin))
         )
+        # what cannot be read is said before the work is done
+        texts = ranks.attempt(lambda: texts_of_model(options.model))
         _replay_all(options, capture.sequences, sharded, writer)
         ranks.attempt(writer.close)
-        return ranks.on_first(lambda: _seal(options.out, capture))
+        return ranks.on_first(lambda: _seal(options.out, texts, capture))
 
 
 def _replay_all(
@@ -143,9 +146,7 @@ def _inputs(options: ReplayOptions, ranks: Ranks) -> tuple[Capture, Any]:
             f"{options.model} has a vocabulary of {config.vocab_size} columns, but the capture "
             f"has {capture.layout.vocab_size}; give the model that the capture was made with"
         )
-    check_sequences(
-        capture.sequences, config.vocab_size, getattr(config, "max_position_embeddings", None)
-    )
+    check_sequences(capture.sequences, getattr(config, "max_position_embeddings", None))
     return capture, config
 
 
@@ -205,9 +206,13 @@ def _writer(out: Path, sharded: ShardedModel, provenance: Provenance) -> Capture
     return writer
 
 
-def _seal(out: Path, capture: Capture) -> Path:
-    texts = capture.sequences.token_texts
-    return seal_capture(out, token_texts=lambda _: texts, progress=bars("sealing"))
+def _seal(out: Path, texts: TokenTexts | None, capture: Capture) -> Path:
+    """Without a tokenizer, the replayed capture's texts of the same tokens are kept."""
+    return seal_capture(
+        out,
+        token_texts=texts or (lambda _: capture.sequences.token_texts),
+        progress=bars("sealing"),
+    )
 
 
 @click.command(epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})

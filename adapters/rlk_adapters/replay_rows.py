@@ -34,7 +34,7 @@ class Batch:
     """``[R]`` int64: where it stands; the logits one position before predicted it."""
 
 
-def check_sequences(table: SequenceTable, vocab_size: int, max_positions: int | None) -> None:
+def check_sequences(table: SequenceTable, max_positions: int | None) -> None:
     """Whether a model can be given these sequences.
 
     Raises:
@@ -50,12 +50,6 @@ def check_sequences(table: SequenceTable, vocab_size: int, max_positions: int | 
                 f"sequence {label!r} has {len(ids)} tokens, but the model has {max_positions} "
                 "positions; give the model that the capture was made with"
             )
-        for position, token_id in enumerate(ids):
-            if not 0 <= token_id < vocab_size:
-                raise UnusableInput(
-                    f"sequence {label!r}, position {position}: token id {token_id} is outside "
-                    f"the vocabulary [0, {vocab_size})"
-                )
 
 
 def make_batches(table: SequenceTable, batch_size: int) -> list[Batch]:

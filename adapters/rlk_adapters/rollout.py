@@ -82,6 +82,7 @@ def _run(model: Path, out: Path, tp: int, prompts: list[list[int]], options: dic
     from rlk_adapters.rollout_audit import audit
     from rlk_adapters.rollout_engine import CaptureFailed, Engine, EngineOptions
     from rlk_adapters.rollout_environment import stdout_to_stderr
+    from rlk_adapters.token_text import texts_of_model
     from rlk_align.capture.seal import seal_capture
     from rlk_align.progress import bars
 
@@ -99,20 +100,13 @@ def _run(model: Path, out: Path, tp: int, prompts: list[list[int]], options: dic
     with stdout_to_stderr(), Engine(engine_options) as engine:
         received = engine.generate(prompts, sampling)
         engine.finish_capture()
-    manifest = seal_capture(out, token_texts=_token_texts(model), progress=bars("sealing"))
+    manifest = seal_capture(out, token_texts=texts_of_model(model), progress=bars("sealing"))
     try:
         return audit(out, received)
     except CaptureFailed:
         # what is not what the driver received must not pass for a capture
         manifest.unlink()
         raise
-
-
-def _token_texts(model: Path) -> Any:
-    from rlk_adapters.token_text import TokenTexts
-
-    tokenizer = model / "tokenizer.json"
-    return TokenTexts(tokenizer) if tokenizer.is_file() else None
 
 
 def main(argv: list[str] | None = None) -> int:

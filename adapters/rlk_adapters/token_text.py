@@ -57,6 +57,16 @@ class TokenTexts:
         return printable(piece.replace("\u2581", " ").encode())
 
 
+def texts_of_model(model: Path) -> TokenTexts | None:
+    """The texts of a checkpoint's tokens; None where it has no ``tokenizer.json``.
+
+    Raises:
+        UnusableInput: If the file is not a ``tokenizer.json``.
+    """
+    path = model / "tokenizer.json"
+    return TokenTexts(path) if path.is_file() else None
+
+
 def printable(content: bytes) -> str:
     """The text of UTF-8 bytes on one line; what is no text or does not print is escaped."""
     text = content.decode("utf-8", "backslashreplace")
