@@ -395,6 +395,37 @@ def test_a_plan_is_printed_written_and_judged_as_not_run(
     assert "inconclusive: 24 cases have not run, such as tp1-cp1-even" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("launches", [[], [{"artifacts": []}]])
+def test_a_plan_of_nothing_proves_nothing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, launches: list[Any]
+) -> None:
+    (tmp_path / "plan.json").write_text(json.dumps({"launches": launches}))
+    assert main(["matrix", "verdict", str(tmp_path)]) == 2
+    assert "no artifact is asked for, so nothing is proved" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("checks", "status", "told"),
+    [
+        ([], 2, "no check was made, so nothing is proved; run the case again"),
+        ([{"name": "kernel", "passed": False, "detail": "far off"}], 1, "kernel: far off"),
+        ([{"name": "kernel", "passed": True, "detail": "near"}], 0, "1 of 1 cases passed"),
+    ],
+)
+def test_an_artifact_passes_by_checks_that_were_made(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    checks: list[dict[str, Any]],
+    status: int,
+    told: str,
+) -> None:
+    run_cases([case_with(vocab_size=100)], tmp_path)
+    (path,) = tmp_path.glob("*.json")
+    path.write_text(json.dumps({**read(path), "checks": checks}))
+    assert main(["matrix", "verdict", str(tmp_path)]) == status
+    assert told in "".join(capsys.readouterr())
+
+
 def test_a_launch_that_does_not_fit_is_not_passed(
     capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -412,7 +443,7 @@ def test_named_backends_in_one_process(capsys: pytest.CaptureFixture[str], tmp_p
     assert main(["matrix", "backends", "expsum-cpu", "float", "--import", "bad_backends",
                  *options]) == 1  # fmt: skip
     assert "failed: same_bits" in capsys.readouterr().out
-    assert main(["matrix", "backends", "expsum-triton", *options]) == 1
+    assert main(["matrix", "backends", "expsum-cpu", "expsum-triton", *options]) == 1
     assert "expsum-triton: undeclared_capability" in capsys.readouterr().out
 
 
@@ -427,6 +458,8 @@ def test_named_backends_in_one_process(capsys: pytest.CaptureFixture[str], tmp_p
         (["--plan", "--import", "no_such_module"], "--import no_such_module: No module named"),
         (["case", "--backend", "expsum-cpu", "--table", "0-5"], "a table is START:END,START:END"),
         (["case", "--backend", "expsum-cpu", "--table", "0:5"], "the shards end at column 5"),
+        (["backends", "expsum-cpu"], "pass two ids or more, all different: one has nothing to"),
+        (["backends", "expsum-cpu", "expsum-cpu"], "pass two ids or more, all different"),
         (["verdict", "no-such-directory"], "neither plan.json nor an artifact; run a case"),
     ],
 )

@@ -73,7 +73,7 @@ def read_artifact(path: Path) -> dict[str, object]:
     """An artifact of this schema.
 
     Raises:
-        UnusableInput: If the file holds anything else.
+        UnusableInput: If the file holds anything else, or no check was made.
     """
     content = read_json(path)
     found = (content.get("kind"), content.get("schema_version"))
@@ -82,6 +82,8 @@ def read_artifact(path: Path) -> dict[str, object]:
             f"{path}: {KIND!r} of schema {SCHEMA_VERSION} is expected, not {found[0]!r} of "
             f"{found[1]!r}; read it with the version that wrote it"
         )
+    if not content.get("checks"):
+        raise UnusableInput(f"{path}: no check was made, so nothing is proved; run the case again")
     return content
 
 

@@ -140,6 +140,8 @@ def backends(
     """Named backends on the same rows in one process: the same bits?"""
     from rlk_align.matrix.run import run_cases
 
+    if len(set(names)) < max(2, len(names)):
+        raise click.UsageError("pass two ids or more, all different: one has nothing to agree with")
     known_backends(names, modules)
     cases = [case for name in names for case in _cases(fields, name, LAYOUTS[:1])]
     paths, _ = run_cases(cases, out, timeout=timedelta(seconds=timeout))

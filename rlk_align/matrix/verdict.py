@@ -8,6 +8,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
+from rlk_align.errors import UnusableInput
 from rlk_align.matrix.artifact import inputs_key, read_artifact
 from rlk_align.matrix.evaluation import Check
 
@@ -51,8 +52,10 @@ def judge(paths: Sequence[Path]) -> MatrixVerdict:
     """The verdict over the artifacts at these paths; one that is absent has not run.
 
     Raises:
-        UnusableInput: If a file is no artifact.
+        UnusableInput: If a file is no artifact, or there is nothing to judge.
     """
+    if not paths:
+        raise UnusableInput("no artifact is asked for, so nothing is proved; plan or run a case")
     artifacts = tuple(read_artifact(path) for path in paths if path.exists())
     missing = tuple(path.stem for path in paths if not path.exists())
     checks = (_cases_check(artifacts), _same_bits_check(artifacts)) if artifacts else ()
