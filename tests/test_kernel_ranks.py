@@ -132,6 +132,15 @@ def faults() -> dict[str, tuple[Callable[[dict[str, Any]], Any], str]]:
             "rank 1: inplace_backward should get logits that an operation made, got a leaf",
         ),
         "no integer": (lambda c: c.update(vocab_start="0"), "rank 1: vocab_start should be an"),
+        "bool": (lambda c: c.update(vocab_start=True), "rank 1: vocab_start should be an integer"),
+        "far": (lambda c: c.update(vocab_start=2**63), "rank 1: vocab_start should be 0 or above"),
+        "long": (lambda c: c.update(vocab_size=10**9999), "rank 1: vocab_size should be 1 to 370"),
+        "hot": (lambda c: c.update(temperature=10**400), "rank 1: temperature should be a finite"),
+        "ignored": (lambda c: c.update(ignore_index=2**63), "rank 1: ignore_index should be an i"),
+        "no choice": (
+            lambda c: c.update(inplace_backward=None),
+            "rank 1: inplace_backward should be True or False, got None",
+        ),
     }
 
 

@@ -120,6 +120,19 @@ def faults() -> dict[str, tuple[Callable[[int, dist.ProcessGroup], Any], str]]:
     def large_top_k(rank: int, group: dist.ProcessGroup) -> None:
         row_statistics(**shard(rank), token_ids_T=token_ids(), top_k=501, group=group)
 
+    def top_k_of_one(value: Any) -> Callable[[int, dist.ProcessGroup], None]:
+        def call(rank: int, group: dist.ProcessGroup) -> None:
+            top_k = value if rank == 1 else 2
+            row_statistics(**shard(rank), token_ids_T=token_ids(), top_k=top_k, group=group)
+
+        return call
+
+    def entropy_with(name: str, value: Any) -> Callable[[int, dist.ProcessGroup], None]:
+        def call(rank: int, group: dist.ProcessGroup) -> None:
+            entropy(**(shard(rank) | ({name: value} if rank == 1 else {})), group=group)
+
+        return call
+
     return {
         "nan": (nan, "rank 1: values[2, 1] is nan; an exact sum takes finite values"),
         "dtype": (dtype, "rank 1: values should be float32, bfloat16 or float16"),
@@ -130,8 +143,18 @@ def faults() -> dict[str, tuple[Callable[[int, dist.ProcessGroup], Any], str]]:
         "bad logit": (bad_logit, "rank 1: row 4: logit of token id 499 is NaN, +inf or above"),
         "no tensor": (no_tensor, "rank 1: logits should be a tensor"),
         "masked row": (masked_row, "row 2: every logit is masked"),
-        "top_k": (top_k, "rank 1 passes top_k 4, rank 0 3; pass one value"),
-        "large top_k": (large_top_k, "top_k should be 1 to 500"),
+        "top_k": (top_k, "rank 1 has another top_k than rank 0 (4, 3); every rank"),
+        "large top_k": (large_top_k, "rank 0: top_k should be 1 to 500, the vocabulary, got 501"),
+        "no top_k": (top_k_of_one(None), "rank 1: top_k should be 1 to 500, the vocabulary, got N"),
+        "top_k 2.5": (top_k_of_one(2.5), "rank 1: top_k should be 1 to 500, the vocabulary, got 2"),
+        "float vocabulary": (
+            entropy_with("vocab_size", 500.0),
+            "rank 1: vocab_size should be an integer, got 500.0",
+        ),
+        "far start": (
+            entropy_with("vocab_start", 2**70),
+            "rank 1: vocab_start should be 0 or above and at most 2147483647, got an integer beyo",
+        ),
     }
 
 

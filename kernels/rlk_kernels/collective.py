@@ -31,6 +31,7 @@ HEADER_FIELDS = (
     "temperature",
     "active",
     "digest",
+    "top_k",
     "start",
     "end",
 )
@@ -42,7 +43,9 @@ MUST_AGREE = {
     "temperature": "another temperature than",
     "active": "another active_mask than",
     "digest": "other token ids than",
+    "top_k": "another top_k than",
 }
+SHOWN = ("num_tokens", "vocab_size", "top_k")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +60,8 @@ class Header:
     """Digest of which rows are active."""
     digest: int = 0
     """Of the active rows' token ids."""
+    top_k: int = 1
+    """How many of the largest logits are asked for; 1 where nobody asks."""
     start: int = 0
     """First token id of the shard's real columns."""
     end: int = 0
@@ -65,7 +70,7 @@ class Header:
     """What is wrong with this rank's input; the other fields mean nothing then."""
 
     @classmethod
-    def of(cls, shard: ShardInput) -> "Header":
+    def of(cls, shard: ShardInput, top_k: int = 1) -> "Header":
         """The header of a sound shard."""
         num_tokens = len(shard.token_ids)
         active = b"\1" * num_tokens if shard.active is None else _bytes(shard.active)
@@ -76,13 +81,14 @@ class Header:
             temperature=float32_bits(shard.temperature),
             active=_digest(active),
             digest=_digest(_bytes(shard.token_ids)),
+            top_k=top_k,
             start=shard.vocab_start,
             end=shard.vocab_start + shard.num_real_columns,
         )
 
     def words(self) -> Tensor:
         """int64 [HEADER_WORDS]; a long error is cut."""
-        numbers = torch.tensor([getattr(self, name) for name in HEADER_FIELDS])
+        numbers = torch.tensor([getattr(self, name) for name in HEADER_FIELDS], dtype=torch.int64)
         text = self.error.encode("ascii", "replace")[:ERROR_BYTES].ljust(ERROR_BYTES, b"\0")
         return torch.cat([numbers, torch.from_numpy(np.frombuffer(text, np.int64).copy())])
 
@@ -134,7 +140,7 @@ def group_error(headers: list[Header]) -> str | None:
         values = [getattr(header, name) for header in headers]
         for rank, value in enumerate(values):
             if value != values[0]:
-                shown = f" ({value}, {values[0]})" if name in ("num_tokens", "vocab_size") else ""
+                shown = f" ({value}, {values[0]})" if name in SHOWN else ""
                 return (
                     f"rank {rank} has {difference} rank 0{shown}; "
                     "every rank of the group passes the same rows"

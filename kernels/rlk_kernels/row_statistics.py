@@ -18,7 +18,7 @@ from rlk_kernels.expsum import LIMIT, State
 from rlk_kernels.finish import RowStatus, finish, row_status
 from rlk_kernels.probability import check_mass, column_probabilities, row_norm
 from rlk_kernels.reference import divided
-from rlk_kernels.shard_input import checked_input
+from rlk_kernels.shard_input import check_top_k, checked_input
 from rlk_kernels.sum_state import SUM_BINS, SumState, add_values, empty_sum, finish_sum, tiles
 from rlk_kernels.vocabulary_state import vocabulary_state
 
@@ -75,8 +75,7 @@ class RowStatisticsSum:
             temperature: As in the state.
             top_k: How many of the largest logits to keep, at most ``vocab_size``.
         """
-        if not 1 <= top_k <= vocab_size:
-            raise ValueError(f"top_k should be 1 to {vocab_size}, the vocabulary, got {top_k}")
+        check_top_k(top_k, vocab_size)
         self._state, self._token_ids = state, token_ids
         self._vocab_size, self._temperature = vocab_size, temperature
         self._norm = row_norm(state)
@@ -213,11 +212,10 @@ def row_statistics(
         group=group,
         temperature=temperature,
         backend=backend,
+        top_k=top_k,
     )
     # raises on every rank where a row has no live column
     finish(state)
-    if group is not None:
-        _check_agreed(top_k, group)
     rows = RowStatisticsSum(
         state, shard.token_ids, vocab_size=vocab_size, temperature=temperature, top_k=top_k
     )
@@ -225,14 +223,6 @@ def row_statistics(
     if group is not None:
         rows.merge_group(group)
     return rows.finish()
-
-
-def _check_agreed(top_k: int, group: dist.ProcessGroup) -> None:
-    """Raise on every rank unless all ask for the same number of logits."""
-    asked = [int(words) for words in all_gather_words(torch.tensor([top_k]), group)]
-    for rank, other in enumerate(asked):
-        if other != asked[0]:
-            raise ValueError(f"rank {rank} passes top_k {other}, rank 0 {asked[0]}; pass one value")
 
 
 def _keys(z: Tensor, ids: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 import rlk_kernels.logprob_op  # noqa: F401 (registers the operator)
 from rlk_kernels.expsum import State
 from rlk_kernels.finish import SelectedLogprob
-from rlk_kernels.shard_input import IGNORE_INDEX, checked_input
+from rlk_kernels.shard_input import IGNORE_INDEX, checked_input, setting_complaint
 from rlk_kernels.vocabulary_state import shard_state
 
 
@@ -126,14 +126,15 @@ def logprob_or_complaint(
     """As `selected_logprob`, but where there is a complaint every rank raises it."""
     complaint = (
         complaint
-        or _type_complaint(logits_TL, token_ids_T, active_mask)
-        or _number_complaint(vocab_size, vocab_start, ignore_index, temperature, backend)
+        or _type_complaint(logits_TL, token_ids_T, active_mask, inplace_backward)
+        or setting_complaint(vocab_size, vocab_start, ignore_index, temperature, backend)
         or (in_place_complaint(logits_TL) if inplace_backward else "")
     )
     if complaint:
         # what the operator's schema takes, so that the complaint reaches the other ranks
         logits_TL, token_ids_T, active_mask = torch.empty(0, 0), torch.empty(0).long(), None
         vocab_size, vocab_start, ignore_index, temperature, backend = 0, 0, 0, 1.0, ""
+        inplace_backward = False
     logprob, lse, _, _ = torch.ops.rlk_kernels.selected_logprob(
         logits_TL,
         token_ids_T,
@@ -150,7 +151,9 @@ def logprob_or_complaint(
     return SelectedLogprob(logprob=logprob, lse=lse)
 
 
-def _type_complaint(logits_TL: Tensor, token_ids_T: Tensor, active_mask: Tensor | None) -> str:
+def _type_complaint(
+    logits_TL: Tensor, token_ids_T: Tensor, active_mask: Tensor | None, inplace_backward: bool
+) -> str:
     """What the operator could not even be told of; empty if nothing."""
     if not isinstance(logits_TL, Tensor):
         got = type(logits_TL).__name__
@@ -160,30 +163,13 @@ def _type_complaint(logits_TL: Tensor, token_ids_T: Tensor, active_mask: Tensor 
         return f"token ids should be an int64 or int32 tensor, got {got}"
     if not (active_mask is None or isinstance(active_mask, Tensor)):
         return f"active_mask should be a bool tensor or None, got {type(active_mask).__name__}"
+    if not isinstance(inplace_backward, bool):
+        return f"inplace_backward should be True or False, got {inplace_backward!r}"
     if any(hasattr(t, "placements") for t in (logits_TL, token_ids_T, active_mask)):
         return (
             "logits, token ids and mask should be plain tensors, got a DTensor; pass the logits "
             "to rlk_kernels.dtensor_logprob, and ids and mask as to_local()"
         )
-    return ""
-
-
-def _number_complaint(
-    vocab_size: int, vocab_start: int, ignore_index: int, temperature: float, backend: str
-) -> str:
-    """The same of what is no tensor."""
-    integers = {
-        "vocab_size": vocab_size,
-        "vocab_start": vocab_start,
-        "ignore_index": ignore_index,
-    }
-    for name, value in integers.items():
-        if not isinstance(value, int):
-            return f"{name} should be an integer, got {value!r}"
-    if not isinstance(temperature, (float, int)):
-        return f"temperature should be a number, got {temperature!r}"
-    if not isinstance(backend, str):
-        return f"backend should be a name, got {backend!r}"
     return ""
 
 

@@ -3,7 +3,6 @@
 Letters: T tokens (rows), L this shard's columns.
 """
 
-import math
 import struct
 from dataclasses import dataclass
 
@@ -17,6 +16,13 @@ LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOKEN_ID_DTYPES = (torch.int64, torch.int32)
 IGNORE_INDEX = -100
 """What torch's own losses take for a row without a target."""
+INT64_END = 1 << 63
+MAX_VOCAB_START = (1 << 31) - 1
+"""Token ids are int32 in a state."""
+FLOAT32_ABOVE_ZERO = 2.0**-150
+"""What is larger does not become 0 as a float32."""
+FLOAT32_INFINITE = 2.0**128 - 2.0**103
+"""What is smaller does not become infinite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,25 +66,17 @@ def checked_input(
 ) -> ShardInput:
     """The caller's arguments, or a ValueError that says which one is wrong and where."""
     _check_logits(logits_TL)
+    complaint = setting_complaint(vocab_size, vocab_start, ignore_index, temperature, backend)
+    if complaint:
+        raise ValueError(complaint)
     name = backend_id(backend, logits_TL.device)
     if name == "cpu" and logits_TL.shape[1] > 1 and logits_TL.stride(1) != 1:
         raise ValueError(
             "the columns of a row should lie next to each other, got a column stride of "
             f"{logits_TL.stride(1)}; pass logits.contiguous()"
         )
-    if not 0 < vocab_size <= MAX_COLUMNS:
-        raise ValueError(
-            f"vocab_size should be 1 to {MAX_COLUMNS}, the columns that an int64 bin holds, "
-            f"got {vocab_size}"
-        )
-    if vocab_start < 0:
-        raise ValueError(f"vocab_start should be 0 or above, got {vocab_start}")
     if active_mask is not None:
         _check_active_mask(active_mask, logits_TL)
-    if 0 <= ignore_index < vocab_size:
-        raise ValueError(
-            f"ignore_index should lie outside the vocabulary [0, {vocab_size}), got {ignore_index}"
-        )
     _check_token_ids(token_ids, logits_TL)
     return ShardInput(
         logits_TL=logits_TL,
@@ -86,9 +84,59 @@ def checked_input(
         active=active_mask,
         vocab_start=vocab_start,
         vocab_size=vocab_size,
-        temperature=_checked_temperature(temperature),
+        # logits are divided by a float32
+        temperature=float(torch.tensor(temperature, dtype=torch.float32)),
         backend=name,
     )
+
+
+def setting_complaint(
+    vocab_size: int, vocab_start: int, ignore_index: int, temperature: float, backend: str
+) -> str:
+    """What is wrong with the arguments that are no tensors; empty if nothing."""
+    integers = {
+        "vocab_size": vocab_size,
+        "vocab_start": vocab_start,
+        "ignore_index": ignore_index,
+    }
+    for name, value in integers.items():
+        if isinstance(value, bool) or not isinstance(value, int):
+            return f"{name} should be an integer, got {value!r}"
+    if isinstance(temperature, bool) or not isinstance(temperature, (float, int)):
+        return f"temperature should be a number, got {temperature!r}"
+    if not isinstance(backend, str):
+        return f"backend should be a name, got {backend!r}"
+    if not 0 < vocab_size <= MAX_COLUMNS:
+        return (
+            f"vocab_size should be 1 to {MAX_COLUMNS}, the columns that an int64 bin holds, "
+            f"got {_shown(vocab_size)}"
+        )
+    if not 0 <= vocab_start <= MAX_VOCAB_START:
+        return (
+            f"vocab_start should be 0 or above and at most {MAX_VOCAB_START}, "
+            f"got {_shown(vocab_start)}"
+        )
+    if 0 <= ignore_index < vocab_size or not -INT64_END <= ignore_index < INT64_END:
+        return (
+            f"ignore_index should be an int64 outside the vocabulary [0, {vocab_size}), "
+            f"got {_shown(ignore_index)}"
+        )
+    if not FLOAT32_ABOVE_ZERO < temperature < FLOAT32_INFINITE:
+        return f"temperature should be a finite float32 above 0, got {_shown(temperature)}"
+    return ""
+
+
+def _shown(number: float) -> str:
+    # Python refuses to print an integer of more than 4300 digits
+    is_long = isinstance(number, int) and not -INT64_END <= number < INT64_END
+    return "an integer beyond int64" if is_long else str(number)
+
+
+def check_top_k(top_k: int, vocab_size: int) -> None:
+    """Raise a ValueError unless a row has that many logits."""
+    is_integer = isinstance(top_k, int) and not isinstance(top_k, bool)
+    if not is_integer or not 1 <= top_k <= vocab_size:
+        raise ValueError(f"top_k should be 1 to {vocab_size}, the vocabulary, got {top_k!r}")
 
 
 def _check_logits(logits_TL: Tensor) -> None:
@@ -141,14 +189,6 @@ def _real_token_ids(
             f"row {row}: token id {value} is outside the vocabulary [0, {vocab_size}){only}"
         )
     return ids if active is None else torch.where(active, ids, 0)
-
-
-def _checked_temperature(temperature: float) -> float:
-    """The temperature rounded to float32, since logits are divided by a float32."""
-    value = float(torch.tensor(temperature, dtype=torch.float32))
-    if not 0 < value < math.inf:
-        raise ValueError(f"temperature should be a finite float32 above 0, got {temperature}")
-    return value
 
 
 def float32_bits(value: float) -> int:

@@ -11,7 +11,7 @@ from rlk_kernels.backends import load_backend
 from rlk_kernels.collective import Header, coverage_error, gather_state, group_failure
 from rlk_kernels.expsum import State, empty_state
 from rlk_kernels.finish import invalid_logit_message
-from rlk_kernels.shard_input import IGNORE_INDEX, ShardInput, checked_input
+from rlk_kernels.shard_input import IGNORE_INDEX, ShardInput, check_top_k, checked_input
 
 
 def vocabulary_state(
@@ -25,6 +25,7 @@ def vocabulary_state(
     backend: str,
     active_mask: Tensor | None = None,
     ignore_index: int = IGNORE_INDEX,
+    top_k: int = 1,
 ) -> tuple[ShardInput, State]:
     """This rank's checked shard and the state of all ranks'; as `rlk_kernels.selected_logprob`.
 
@@ -41,7 +42,8 @@ def vocabulary_state(
             active_mask=active_mask,
             ignore_index=ignore_index,
         )
-        state, header = _valid_state(shard), Header.of(shard)
+        check_top_k(top_k, vocab_size)
+        state, header = _valid_state(shard), Header.of(shard, top_k)
     except Exception as error:
         if group is None:
             raise
