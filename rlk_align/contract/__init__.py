@@ -4,7 +4,7 @@ from rlk_align.contract.layout import VocabLayout, equal_shards, layout_from_bou
 from rlk_align.contract.logprob import DeterminismScope, LogitsDtype, LogprobContract, Role
 from rlk_align.contract.mask import MaskContract, MaskMode
 from rlk_align.contract.output import OutputContract
-from rlk_align.contract.reduction import ReductionContract, Transport
+from rlk_align.contract.reduction import ReductionContract
 from rlk_align.contract.sharding import ShardingContract
 
 __all__ = [
@@ -17,7 +17,6 @@ __all__ = [
     "ReductionContract",
     "Role",
     "ShardingContract",
-    "Transport",
     "VocabLayout",
     "equal_shards",
     "layout_from_bounds",

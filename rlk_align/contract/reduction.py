@@ -3,19 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from enum import StrEnum
 
-from rlk_align.contract.fields import checked_member, require_fixed
+from rlk_align.contract.fields import require_fixed
 from rlk_kernels import KERNEL_SPEC
-
-
-class Transport(StrEnum):
-    """Collectives that cannot round."""
-
-    INTEGER_ALL_GATHER = "integer_all_gather"
-    """Moves the ranks' integers; each rank adds them."""
-    INTEGER_ALL_REDUCE = "integer_all_reduce"
-    """Adds integers on the way, in any order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +20,8 @@ class ReductionContract:
     axis: str = "tp_vocabulary"
     cp_is_merge_axis: bool = False
     """A row lives whole in one CP shard: nothing of it is ever added over CP."""
-    transport: Transport = Transport.INTEGER_ALL_GATHER
+    transport: str = "integer_all_gather"
+    """Moves the ranks' integers; each rank adds them."""
     finish: str = "float64"
     num_roundings: int = 1
     """From float64 to float32, at the end."""
@@ -39,9 +30,7 @@ class ReductionContract:
         require_fixed("merge", self.merge, f"exact_integer_{KERNEL_SPEC}")
         require_fixed("axis", self.axis, "tp_vocabulary")
         require_fixed("cp_is_merge_axis", self.cp_is_merge_axis, False)
-        object.__setattr__(
-            self, "transport", checked_member("transport", Transport, self.transport)
-        )
+        require_fixed("transport", self.transport, "integer_all_gather")
         require_fixed("finish", self.finish, "float64")
         require_fixed("num_roundings", self.num_roundings, 1)
 
