@@ -23,6 +23,7 @@ from rlk_align.files import canonical_json
 from rlk_kernels import KERNEL_SPEC
 from rlk_kernels.collective import all_gather_words
 
+FINGERPRINT_BYTES = 32
 DIGEST_BYTES = 8
 NAME_BYTES = 64
 ERROR_BYTES = 512
@@ -36,8 +37,9 @@ SECTIONS = (
     "schema",
     "sharding",
 )
-"""What `LogprobContract.cross_rank_dict` holds; each is compared by a digest of its own."""
+"""Of `LogprobContract.cross_rank_dict`; their digests say where two fingerprints part."""
 SIZES = {
+    "fingerprint": FINGERPRINT_BYTES,
     **dict.fromkeys(SECTIONS, DIGEST_BYTES),
     "backend": NAME_BYTES,
     "kernel_spec": NAME_BYTES,
@@ -71,9 +73,10 @@ class Announcement:
     def of(cls, dispatch: Dispatch) -> Announcement:
         """What a sound rank is about to do."""
         content = dispatch.contract.cross_rank_dict()
+        fingerprint = bytes.fromhex(dispatch.contract.cross_rank_fingerprint())
         digests = {section: _digest(content[section]) for section in SECTIONS}
         names = {"backend": dispatch.actual.encode(), "kernel_spec": KERNEL_SPEC.encode()}
-        return cls(fields={**digests, **names})
+        return cls(fields={"fingerprint": fingerprint, **digests, **names})
 
     def words(self) -> Tensor:
         """int64, of the same length for all; long names and errors are cut."""
@@ -160,10 +163,11 @@ def group_fault(announcements: list[Announcement]) -> str | None:
                     "run the same on every rank of the group"
                 )
     for rank, one in enumerate(announcements):
-        different = [name for name in SECTIONS if one.fields[name] != first.fields[name]]
-        if different:
+        if one.fields["fingerprint"] != first.fields["fingerprint"]:
+            different = [name for name in SECTIONS if one.fields[name] != first.fields[name]]
             return (
-                f"TP rank {rank} has another contract than TP rank 0 in {', '.join(different)}; "
+                f"TP rank {rank} has another contract than TP rank 0 in "
+                f"{', '.join(different) or 'a field of no section'}; "
                 "give every rank of the group the same"
             )
     return None

@@ -23,8 +23,16 @@ from rlk_align.contract import (
     equal_shards,
 )
 from rlk_align.contract_logprob import contract_logprob
-from rlk_align.dispatch import BackendEntry, Capability, LogprobBackend, Platform, register_backend
+from rlk_align.dispatch import (
+    BackendEntry,
+    Capability,
+    LogprobBackend,
+    Platform,
+    register_backend,
+    resolve,
+)
 from rlk_align.errors import UnusableInput
+from rlk_align.preflight import Announcement, group_fault
 from rlk_kernels import SelectedLogprob, selected_logprob
 
 VOCAB_SIZE = 100
@@ -292,6 +300,28 @@ def test_a_wrong_group_is_told_by_the_rank_that_passed_it_and_nobody_hangs(
 def test_a_process_outside_the_group_is_told_at_once(results: list[dict[str, Any]]) -> None:
     kind, message, _ = results[3]["outsider"]
     assert (kind, message[:44]) == ("UnusableInput", "this process is no member of the group it pa")
+
+
+class LaterContract(LogprobContract):
+    """Has a field that no section of the preflight names."""
+
+    def cross_rank_dict(self) -> dict[str, object]:
+        return {**super().cross_rank_dict(), "later": 1}
+
+
+def test_a_field_that_no_section_names_still_tells_ranks_apart() -> None:
+    call = sound_call(0)
+    fields = {name: call[name] for name in ("role", "logits_dtype", "sharding", "mask")}
+    told = [
+        Announcement.of(resolve(made, "expsum-reference", Platform.CPU)).words()
+        for made in (LogprobContract(**fields), LaterContract(**fields))
+    ]
+    first, later = (Announcement.from_words(words) for words in told)
+    assert group_fault([first, first]) is None
+    assert group_fault([first, later]) == (
+        "TP rank 1 has another contract than TP rank 0 in a field of no section; "
+        "give every rank of the group the same"
+    )
 
 
 def single_call() -> Call:
