@@ -80,7 +80,7 @@ def empty_state(num_tokens: int, device: torch.device | str = "cpu") -> State:
     return State(
         top=torch.full((num_tokens,), EMPTY_TOP, dtype=torch.int32, device=device),
         bins=torch.zeros(num_tokens, NUM_BINS, dtype=torch.int64, device=device),
-        target_logit=torch.zeros(num_tokens, device=device),
+        target_logit=torch.zeros(num_tokens, dtype=torch.float32, device=device),
         has_target=torch.zeros(num_tokens, dtype=torch.bool, device=device),
         invalid_column=torch.full((num_tokens,), -1, dtype=torch.int32, device=device),
     )

@@ -74,6 +74,6 @@ def _by_sequence(values_T: Tensor, index_T: Tensor, num_sequences: int) -> Tenso
     starts = counts.cumsum(0) - counts
     index, order = index_T.sort()
     longest = int(counts.max()) if num_sequences else 0
-    values_MC = torch.zeros(num_sequences, longest)
+    values_MC = torch.zeros(num_sequences, longest, dtype=torch.float32)
     values_MC[index, torch.arange(len(index)) - starts[index]] = values_T[order]
     return values_MC
