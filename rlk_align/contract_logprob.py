@@ -58,7 +58,8 @@ def contract_logprob(
     Args:
         make_contract: Builds this rank's contract. It is called here, so that what it raises
             reaches the other ranks instead of leaving them waiting.
-        logits_TL: ``[T, L]`` this rank's columns, of the contract's dtype.
+        logits_TL: ``[T, L]`` this rank's columns, of the contract's dtype. Inactive rows have an
+            LSE, so theirs must be valid, too.
         token_ids_T: ``[T]`` int64 or int32, the same on every rank; ``ignore_index`` in inactive
             rows and only there, if the contract has one.
         backend: An exact id; "reference" or "production"; "auto" for one rank only.

@@ -351,6 +351,17 @@ def test_one_process_raises_what_a_group_would(
         computed(call, None)
 
 
+def test_an_inactive_row_has_an_lse_and_therefore_needs_valid_logits() -> None:
+    call = single_call()
+    logits, ids = call["logits_TL"], call["token_ids_T"]
+    values = computed(dict(call), None)
+    whole = selected_logprob(logits, ids.where(torch.tensor(ACTIVE), 0), vocab_size=30)
+    assert torch.equal(values.lse, whole.lse)
+    logits[2, 7] = torch.nan
+    with pytest.raises(UnusableInput, match="row 2"):
+        computed(dict(call), None)
+
+
 def test_a_function_that_returns_no_contract_is_told() -> None:
     make: Any = dict
     with pytest.raises(UnusableInput, match=r"should return a LogprobContract, got {}$"):
