@@ -197,6 +197,26 @@ def test_outputs_are_byte_identical_with_without_and_with_a_broken_capture(
     assert outputs(run) == outputs("captured")
 
 
+def test_what_is_sampled_after_the_end_is_said_to_be_missing(vllm_session: Session):
+    assert vllm_session.received["captured"][0]["sampled_late"] > 1
+    (complaint,) = vllm_session.complaints["captured"]
+    assert "sampled after rlk_close: not captured" in complaint
+
+
+def test_an_engine_shut_down_amid_a_sequence_leaves_no_capture(vllm_session: Session):
+    (complaint,) = vllm_session.complaints["shut-down-amid"]
+    assert "the engine ended while 1 sequences were being sampled" in complaint
+    with pytest.raises(UnusableInput, match="did not finish"):
+        seal_capture(vllm_session.directory / "shut-down-amid")
+
+
+def test_an_engine_shut_down_when_idle_leaves_a_whole_capture(vllm_session: Session):
+    assert vllm_session.complaints["shut-down-idle"] == []
+    seal_capture(vllm_session.directory / "shut-down-idle")
+    capture = open_capture(vllm_session.directory / "shut-down-idle")
+    assert [len(ids) for ids in capture.sequences.token_ids] == [3 + 4]
+
+
 def test_without_the_variable_nothing_is_said_or_written(vllm_session: Session):
     assert vllm_session.complaints["not-captured"] == []
     assert not (vllm_session.directory / "not-captured").exists()

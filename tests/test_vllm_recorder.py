@@ -1,7 +1,10 @@
 """The side thread: bounded memory, nothing lost in silence, no failure that looks like success."""
 
 import json
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -161,3 +164,61 @@ def test_a_failed_capture_takes_no_more_room(tmp_path, capfd):
     assert not capture.admit(MEGABYTE)
     capture.close()
     assert "broken" in capfd.readouterr().err
+
+
+def is_closed(directory) -> bool:
+    return json.loads((directory / "dp0-tp0" / "worker.json").read_text())["closed"]
+
+
+def test_a_closed_capture_takes_no_more_room_and_says_so_once(tmp_path, blocked_kernel, capfd):
+    capture = recorder(tmp_path, queue_mb=1, when_full="wait")
+    wide = torch.zeros(1, MEGABYTE // 4)
+    assert put_step(capture, 1, wide)
+    waiting = threading.Thread(target=put_step, args=(capture, 2, wide), daemon=True)
+    waiting.start()
+    closing = threading.Thread(target=capture.close, daemon=True)
+    closing.start()
+    # the engine that waits is let go before the side thread has made room
+    waiting.join(SECONDS)
+    assert not waiting.is_alive()
+    blocked_kernel.set()
+    closing.join(SECONDS)
+    assert capture.has_ended
+    assert not capture.admit(1)
+    capture.say_late()
+    capture.say_late()
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line == "rlk-align: worker dp0-tp0: sampled after rlk_close: not captured"
+
+
+def test_an_engine_that_ends_amid_a_sequence_leaves_the_worker_unfinished(tmp_path, capfd):
+    capture = recorder(tmp_path)
+    put_step(capture, 1)
+    assert "while 1 sequences were being sampled" in capture.shutdown()["failure"]
+    assert "this capture cannot be sealed" in capfd.readouterr().err
+    # the rows are there all the same
+    assert (tmp_path / "dp0-tp0" / "part-00000.safetensors").exists()
+    with pytest.raises(UnusableInput, match="did not finish"):
+        seal_capture(tmp_path)
+
+
+def test_an_engine_that_ends_when_all_is_sampled_closes_the_worker(tmp_path):
+    capture = recorder(tmp_path)
+    put_step(capture, 1)
+    capture.put(step_record([], finished=["a"], step=2))
+    assert capture.shutdown()["failure"] is None
+    assert is_closed(tmp_path)
+
+
+def test_a_process_that_just_ends_leaves_the_worker_unfinished(tmp_path):
+    code = (
+        "import sys; from pathlib import Path; from test_vllm_recorder import *;"
+        "put_step(recorder(Path(sys.argv[1])), 1)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], cwd=Path(__file__).parent,
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    assert "the process ended without rlk_close" in done.stderr
+    assert (tmp_path / "dp0-tp0" / "part-00000.safetensors").exists()
+    assert not is_closed(tmp_path)

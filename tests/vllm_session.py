@@ -48,13 +48,18 @@ def count_preemption_and_chunks() -> None:
     vllm_tap.VllmTap._begin, vllm_recorder.RequestTable.keep = counting_begin, counting_keep
 
 
-def generate(model: str) -> list[dict]:
-    """What the driver receives; the engine preempts, and cuts prompts into chunks."""
-    llm = LLM(
+def start(model: str) -> LLM:
+    """An engine that preempts, and cuts prompts into chunks."""
+    return LLM(
         model=model, skip_tokenizer_init=True, dtype="float32", enforce_eager=True, seed=0,
         max_model_len=96, max_num_seqs=8, max_num_batched_tokens=16, block_size=32,
         num_gpu_blocks_override=5, kv_cache_memory_bytes=32 << 20, disable_log_stats=True,
     )  # fmt: skip
+
+
+def generate(model: str) -> list[dict]:
+    """What the driver receives."""
+    llm = start(model)
     rng = random.Random(0)
     prompts = [
         {"prompt_token_ids": [rng.randrange(150000) for _ in range(rng.randint(1, 45))]}
@@ -81,17 +86,37 @@ def generate(model: str) -> list[dict]:
     ]
     if "RLK_CAPTURE_DIR" in os.environ:
         (received[0]["status"],) = llm.collective_rpc("rlk_close")
+        late = llm.generate(prompts[:1], params[:1], use_tqdm=False)
+        received[0]["sampled_late"] = len(late[0].outputs[0].token_ids)
     llm.llm_engine.engine_core.shutdown()
     return received
 
 
-def run(name: str, capture: Path | None = None) -> None:
+def begin(name: str, capture: Path | None = None) -> None:
     print(f"== {name}", file=sys.stderr, flush=True)
     os.environ.pop("RLK_CAPTURE_DIR", None)
     if capture is not None:
         os.environ["RLK_CAPTURE_DIR"] = str(capture)
     # vLLM collects garbage eight times an engine, over all that is imported
     gc.freeze()
+
+
+def shut_down(name: str, *, amid: bool) -> None:
+    """End an engine as a server does: nobody calls ``rlk_close``."""
+    begin(name, OUT / name)
+    llm = start(MODEL)
+    prompt = {"prompt_token_ids": [1, 2, 3]}
+    llm.llm_engine.add_request("a", prompt, SamplingParams(max_tokens=4, detokenize=False))
+    core = llm.llm_engine.engine_core.engine_core
+    llm.llm_engine.step()
+    # a server goes on stepping until the workers know of all that has finished
+    while not amid and core.scheduler.has_requests():
+        core.step_fn()
+    llm.llm_engine.engine_core.shutdown()
+
+
+def run(name: str, capture: Path | None = None) -> None:
+    begin(name, capture)
     (OUT / f"{name}.json").write_text(json.dumps(generate(MODEL)))
 
 
@@ -113,6 +138,8 @@ if __name__ == "__main__":
     run("captured", OUT / "captured")
     (OUT / "counts.json").write_text(json.dumps(counts))
     run("not-captured")
+    shut_down("shut-down-amid", amid=True)
+    shut_down("shut-down-idle", amid=False)
     (OUT / "a-file").touch()
     run("no-directory", OUT / "a-file" / "capture")
     break_the_tap(after=5)

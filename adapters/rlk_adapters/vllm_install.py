@@ -58,7 +58,7 @@ def _add_controls(worker: Any, recorder: Recorder) -> None:
     shutdown = worker.shutdown
 
     def close_and_shutdown(*args: Any, **kwargs: Any) -> Any:
-        recorder.close()
+        recorder.shutdown()
         return shutdown(*args, **kwargs)
 
     worker.shutdown = close_and_shutdown
@@ -67,10 +67,10 @@ def _add_controls(worker: Any, recorder: Recorder) -> None:
         (worker.model_runner.get_model(), "load_weights"),
     ]:
         if hasattr(owner, name):
-            _fail_after(owner, name, recorder)
+            _fail_before(owner, name, recorder)
 
 
-def _fail_after(owner: Any, name: str, recorder: Recorder) -> None:
+def _fail_before(owner: Any, name: str, recorder: Recorder) -> None:
     original = getattr(owner, name)
 
     def changed(*args: Any, **kwargs: Any) -> Any:

@@ -2,6 +2,10 @@
 
 ``register`` is an entry point of ``vllm.general_plugins``: vLLM calls it in every process, before
 the worker exists. Without ``RLK_CAPTURE_DIR`` it does nothing at all.
+
+A worker is complete after ``collective_rpc("rlk_close")``, or when vLLM shuts it down with no
+sequence in flight. vLLM kills workers that are not done ``VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS``
+(5) later: raise it, or call ``rlk_close`` first, where much waits to be written.
 """
 
 from __future__ import annotations

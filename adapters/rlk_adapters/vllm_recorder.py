@@ -6,6 +6,7 @@ import atexit
 import queue
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -55,10 +56,16 @@ class Recorder:
         self._rows = 0
         self._lost: dict[str, int] = {}
         self._is_closed = False
+        self._has_said_late = False
         self.failure: str | None = None
         self._thread = threading.Thread(target=self._run, name="rlk-capture", daemon=True)
         self._thread.start()
-        atexit.register(self.close)
+        atexit.register(self._at_exit)
+
+    @property
+    def has_ended(self) -> bool:
+        """Closed or failed: nothing is captured any more."""
+        return self._is_closed or self.failure is not None
 
     def admit(self, num_bytes: int) -> bool:
         """Reserve room for a step's shard; False where it must be dropped."""
@@ -70,8 +77,8 @@ class Recorder:
                 return self._waiting_bytes == 0 or self._waiting_bytes + num_bytes <= limit
 
             if self._settings.when_full == "wait":
-                self._room.wait_for(lambda: fits() or self.failure is not None)
-            if not fits() or self.failure is not None:
+                self._room.wait_for(lambda: fits() or self.has_ended)
+            if not fits() or self.has_ended:
                 return False
             self._waiting_bytes += num_bytes
             return True
@@ -80,7 +87,17 @@ class Recorder:
         """Hand over one step."""
         self._queue.put(record)
 
-    def fail(self, error: BaseException) -> None:
+    def say_late(self) -> None:
+        """Say once that the engine samples although the capture was closed."""
+        if self.failure is None and not self._has_said_late:
+            self._has_said_late = True
+            print(
+                f"rlk-align: worker {self._name}: sampled after rlk_close: not captured",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def fail(self, error: BaseException, *, then: str = "generation goes on, but") -> None:
         """End the capture and say why, once; the engine goes on."""
         with self._room:
             if self.failure is not None:
@@ -89,7 +106,7 @@ class Recorder:
             self._room.notify_all()
         print(
             f"rlk-align: the vLLM capture of worker {self._name} stopped: {self.failure}; "
-            "generation goes on, but this capture cannot be sealed",
+            f"{then} this capture cannot be sealed",
             file=sys.stderr,
             flush=True,
         )
@@ -104,15 +121,39 @@ class Recorder:
 
     def close(self) -> dict[str, Any]:
         """Write the rest and mark the worker as complete, unless it failed; returns `status`."""
-        if self._is_closed:
-            return self.status()
-        self._is_closed = True
+        return self._stop(lambda: "")
+
+    def shutdown(self) -> dict[str, Any]:
+        """`close`, but half of a sequence does not pass for a whole one; returns `status`.
+
+        vLLM shuts a worker down when it is done, and also when its driver failed or was
+        interrupted. A worker that was sampling sequences then is left unfinished.
+        """
+        return self._stop(self._why_unfinished)
+
+    def _at_exit(self) -> None:
+        # whoever leaves without a word may have been stopped anywhere
+        self._stop(lambda: "the process ended without rlk_close")
+
+    def _why_unfinished(self) -> str:
+        count = self._table.num_unfinished()
+        return f"the engine ended while {count} sequences were being sampled" if count else ""
+
+    def _stop(self, why_unfinished: Callable[[], str]) -> dict[str, Any]:
+        with self._room:
+            if self._is_closed:
+                return self.status()
+            self._is_closed = True
+            # an engine that waited for room would wait for a thread that has ended
+            self._room.notify_all()
         self._queue.put(None)
         self._thread.join(JOIN_SECONDS)
         if self._thread.is_alive():
             self.fail(TimeoutError(f"writing did not end within {JOIN_SECONDS} s"))
             return self.status()
-        atexit.unregister(self.close)
+        atexit.unregister(self._at_exit)
+        if reason := why_unfinished():
+            self.fail(RuntimeError(reason), then="call rlk_close once all is sampled;")
         try:
             if self.failure is None:
                 self._writer.close()

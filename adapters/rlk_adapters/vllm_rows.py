@@ -167,6 +167,10 @@ class RequestTable:
             lost={NOT_OBSERVED: lost} if lost else {},
         )
 
+    def num_unfinished(self) -> int:
+        """Sequences that began and, as far as the scheduler said, are not finished."""
+        return sum(not request.has_ended for request in self._requests.values())
+
     def _free_label(self, engine_id: str) -> str:
         label = RANDOM_SUFFIX.sub("", engine_id)
         if label in self._labels:

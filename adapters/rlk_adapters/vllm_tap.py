@@ -51,7 +51,9 @@ class VllmTap:
         original = getattr(owner, name)
 
         def replaced(*args: Any, **kwargs: Any) -> Any:
-            if self._recorder.failure is not None:
+            if self._recorder.has_ended:
+                if name == "_sample":
+                    self._recorder.say_late()
                 return original(*args, **kwargs)
             return around(original, *args, **kwargs)
 
@@ -107,6 +109,9 @@ class VllmTap:
         self._scheduled = scheduler_output
         self._shard, self._has_logits = None, False
         self._is_forward = scheduler_output.total_num_scheduled_tokens > 0
+        if not self._is_forward:
+            # no token, no sample: the engine only says which requests have finished
+            self._hand_over(None)
 
     def _take_shard(self, full: torch.Tensor, lm_head: Any) -> None:
         if self._has_logits:
