@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rlk_kernels.column_ranges import ColumnRanges
-from rlk_kernels.divergence_terms import TERMS, divergence_terms
+from rlk_kernels.divergence_terms import LN2, TERMS, divergence_terms
 from rlk_kernels.entropy import targets_unused
 from rlk_kernels.expsum import State, merge
 from rlk_kernels.probability import check_mass, column_probabilities, row_norm
@@ -23,7 +23,6 @@ from rlk_kernels.selected_logprob import expsum_state
 from rlk_kernels.shard_input import ShardInput, checked_input
 from rlk_kernels.sum_state import SumState, add_values, empty_sum, finish_sum, tiles
 
-LN2 = 0.69314718055994531
 Shards = Sequence[tuple[int, Tensor]]
 """(vocab_start, logits [T, L]) of each shard, in any order."""
 
