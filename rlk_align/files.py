@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rlk_align.errors import UnusableInput
 
@@ -44,7 +45,7 @@ def read_json(path: Path) -> dict[str, object]:
         UnusableInput: If the file is absent, is not JSON or is not an object.
     """
     try:
-        value = json.loads(path.read_bytes())
+        value = parse_json(path.read_bytes())
     except FileNotFoundError:
         raise UnusableInput(f"{path}: no such file") from None
     except ValueError as error:
@@ -52,6 +53,15 @@ def read_json(path: Path) -> dict[str, object]:
     if not isinstance(value, dict):
         raise UnusableInput(f"{path}: a JSON object is expected, not {type(value).__name__}")
     return value
+
+
+def parse_json(content: bytes | str) -> Any:
+    """A JSON value; NaN and infinity, which Python would take, raise ValueError."""
+    return json.loads(content, parse_constant=_refuse_constant)
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
 
 
 def metadata_entry(value: Mapping[str, object]) -> dict[str, str]:

@@ -8,14 +8,11 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
-from rlk_align.errors import UnusableInput
-
-NOT_OBSERVED = "not observed"
+NOT_OBSERVED: Final = "not observed"
 COMMAND_VARIABLE = "RLK_LAUNCH_COMMAND"
 PACKAGES = ("rlk-align", "torch", "numpy", "numba", "safetensors", "triton")
 # settings of these families change numbers or the choice of code that computes them
@@ -55,7 +52,7 @@ class ModelIdentity:
     """Which model, without trusting its name."""
 
     name: str
-    architecture: dict[str, Any]
+    architecture: dict[str, Any] | Literal["not observed"]
     """The fields of the config that fix the function; equal on both sides or not the same model."""
     weights_digest: str
     """`checkpoint_digest` of the tensors, or ``not observed``."""
@@ -87,25 +84,6 @@ class Provenance:
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values."""
         return asdict(self)
-
-
-def provenance_from_json(value: Mapping[str, Any], where: str) -> Provenance:
-    """A `Provenance` as read from a file.
-
-    Raises:
-        UnusableInput: Naming the field that is missing or unknown.
-    """
-    try:
-        plain = dict(value)
-        plain["model"] = ModelIdentity(**plain["model"])
-        plain["logits"] = LogitsSemantics(**plain["logits"])
-        plain["reported"] = ReportedSemantics(**plain["reported"])
-        return Provenance(**plain)
-    except (KeyError, TypeError) as error:
-        known = ", ".join(field.name for field in fields(Provenance))
-        raise UnusableInput(
-            f"{where}: the provenance is incomplete ({error}); it must hold {known}"
-        ) from None
 
 
 def software_versions(*more: str) -> dict[str, str]:

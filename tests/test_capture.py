@@ -240,7 +240,7 @@ def test_the_writer_refuses_what_a_reader_would(tmp_path):
         writer_of(tmp_path / "c", Plan(layout=TWO))
 
 
-def third_party(directory: Path, **changed: torch.Tensor) -> Path:
+def third_party(directory: Path, *, metadata: object = None, **changed: torch.Tensor) -> Path:
     """A capture written by hand from docs/capture-format.md, without our writer or sealer."""
     vocab = 8
     logits = torch.arange(2 * vocab, dtype=torch.float32).reshape(2, vocab) / 4
@@ -266,7 +266,8 @@ def third_party(directory: Path, **changed: torch.Tensor) -> Path:
     (directory / "dp0-tp0").mkdir(parents=True)
     part = directory / "dp0-tp0" / "part-00000.safetensors"
     prompts = [{"label": "a", "tokens": 1, "sampling": {}}]
-    metadata = {"schema": "rlk-capture/1", "labels": ["a"], "prompts": prompts}
+    if metadata is None:
+        metadata = {"schema": "rlk-capture/1", "labels": ["a"], "prompts": prompts}
     save_file(tensors, part, {"rlk": json.dumps(metadata)})
     table = directory / "sequences.safetensors"
     save_file(
@@ -336,6 +337,10 @@ def test_a_capture_written_by_hand_from_the_format_page_is_read(tmp_path):
         ({"target_logit": torch.zeros(3)}, r"target_logit is torch.float32 \(3,\)"),
         ({"has_target": torch.tensor([True, False])}, "the state is not one of columns"),
         ({"state_bins": torch.full((2, 3), -1)}, "the state is not one of columns"),
+        ({"logits": torch.zeros(2, 8, dtype=torch.float64)}, "logits are F64, but the provenance"),
+        ({"logits": torch.zeros(2, 8, dtype=torch.int32)}, "logits are I32, but the provenance"),
+        ({"logits": torch.zeros(2, 8, dtype=torch.bool)}, "logits are BOOL, but the provenance"),
+        ({"logits": torch.zeros(2, 8).half()}, "are float16, but the provenance says float32"),
         ({"logits": torch.zeros(2, 9)}, r"logits have shape \(2, 9\)"),
     ],
 )
@@ -343,6 +348,65 @@ def test_a_capture_written_by_hand_that_is_wrong_is_refused(tmp_path, changed, e
     capture = open_capture(third_party(tmp_path / "c", **changed))
     with pytest.raises(UnusableInput, match=expected):
         capture.tokens(), list(capture.logits_blocks())
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"labels": 5}, "labels should be a list, each entry a text, got 5"),
+        ({"labels": [["a"]]}, "labels should be a list, each entry a text"),
+        ({"prompts": 5}, "not a part"),
+        ({"prompts": [{"label": "a", "tokens": "1", "sampling": {}}]}, "tokens should be an int"),
+        ({"prompts": [{"label": ["a"], "tokens": 1, "sampling": {}}]}, "label should be a text"),
+        ({"prompts": [{"label": "a", "tokens": 1}]}, "not a part"),
+        (None, "not a part"),
+    ],
+)
+def test_a_part_whose_metadata_is_wrong_is_refused(tmp_path, changed, expected):
+    prompts = [{"label": "a", "tokens": 1, "sampling": {}}]
+    metadata = {"schema": "rlk-capture/1", "labels": ["a"], "prompts": prompts}
+    metadata = [] if changed is None else metadata | changed
+    capture = open_capture(third_party(tmp_path / "c", metadata=metadata))
+    with pytest.raises(UnusableInput, match=expected):
+        capture.tokens()
+
+
+def test_a_token_beyond_the_vocabulary_is_refused_where_its_sequence_is_in_no_table(tmp_path):
+    token_id = torch.tensor([3, 8], dtype=torch.int32)
+    metadata = {"schema": "rlk-capture/1", "labels": ["left out"], "prompts": []}
+    directory = third_party(tmp_path / "c", metadata=metadata, token_id=token_id)
+    with pytest.raises(UnusableInput, match=r"row 1: token id 8 is outside .*\[0, 8\)"):
+        list(open_capture(directory).logits_blocks())
+
+
+def without(place: dict, name: str) -> dict:
+    return {key: value for key, value in place.items() if key != name}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "expected"),
+    [
+        (lambda w: {"parts": [w["parts"][0] | {"x": 1}]}, "part has an unknown field 'x'"),
+        (lambda w: {"parts": None}, "dp0-tp0/worker.json: incomplete"),
+        (lambda w: {"worker": {"tp_rank": 0}}, "worker is incomplete .no 'dp_rank'."),
+        (lambda w: {"provenance": without(w["provenance"], "git")}, "is incomplete .no 'git'."),
+        (lambda w: {"provenance": "x"}, "provenance should be an object"),
+        (lambda w: {"lost": {"x": float("nan")}}, "NaN is no JSON"),
+        (lambda w: {"layout": w["layout"] | {"padded_size": 1}}, "padded_size is 1, but the"),
+        (
+            lambda w: {"parts": [w["parts"][0] | {"path": "dp7-tp9/part-00000.safetensors"}]},
+            "rank 9, but the layout has 1 ranks",
+        ),
+    ],
+)
+def test_a_worker_whose_capture_would_not_open_is_not_sealed(tmp_path, spoil, expected):
+    write_workers(tmp_path / "c", samples(), Plan())
+    path = tmp_path / "c" / "dp0-tp0" / "worker.json"
+    worker = json.loads(path.read_text())
+    path.write_text(json.dumps(worker | spoil(worker)))
+    with pytest.raises(UnusableInput, match=expected):
+        seal_capture(tmp_path / "c")
+    assert not (tmp_path / "c" / "capture.json").exists()
 
 
 def test_a_part_that_is_no_safetensors_file_is_refused(tmp_path):

@@ -29,7 +29,7 @@ from rlk_align.compare.comparison import Comparison, compare_captures
 from rlk_align.compare.token_table import Side, TokenTable
 from rlk_align.compare.verdict import Limits, Outcome, limits_of
 from rlk_align.contract import VocabLayout, equal_shards
-from rlk_align.provenance import ReportedSemantics
+from rlk_align.provenance import LogitsSemantics, ReportedSemantics
 
 TRAINER = Plan(role="trainer")
 UNEVEN = VocabLayout(vocab_size=VOCAB, bounds=((0, 3), (3, 3), (3, 990), (990, 1024)))
@@ -60,8 +60,10 @@ def test_equal_logits_under_other_layouts_have_the_same_kernel_bits(tmp_path, la
 def test_a_real_vocabulary_in_bfloat16_has_the_same_kernel_bits_at_tp_1_and_2(tmp_path):
     vocab = 151936
     same = samples(1, vocab=vocab, dtype=torch.bfloat16)
-    one = Plan(layout=equal_shards(vocab, 1), role="trainer")
-    two = Plan(layout=equal_shards(vocab, 2, padded_size=152064))
+    logits = LogitsSemantics(stage="model_output", dtype="bfloat16")
+    plan = Plan(provenance=with_provenance(logits=logits))
+    one = replace(plan, layout=equal_shards(vocab, 1), role="trainer")
+    two = replace(plan, layout=equal_shards(vocab, 2, padded_size=152064))
     result = compare(tmp_path, same, same, two, one)
     assert result.bits["kernel"].mismatch_count == 0
     assert not term(result, "logits").any()

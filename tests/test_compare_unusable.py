@@ -3,6 +3,8 @@
 import json
 import shutil
 from dataclasses import replace
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 
 import pytest
@@ -232,6 +234,67 @@ def test_a_third_partys_manifest_that_is_wrong(good, tmp_path, capsys, changes, 
     rollout = copied(good, tmp_path)
     reseal(rollout, **changes)
     assert expected in complaint(capsys, rollout, good / "trainer")
+
+
+WRONG_VALUES = {
+    ("provenance", "kernel"): ("cpu", "provenance.kernel should be an object, each value a text"),
+    ("provenance", "command"): ("run.py", "provenance.command should be a list"),
+    ("provenance", "topology", "tp"): ("2", "provenance.topology should be an object"),
+    ("provenance", "model", "architecture"): (
+        "unknown",
+        "an object or not observed, got 'unknown'",
+    ),
+    ("provenance", "model", "more"): (1, "provenance.model has an unknown field 'more'"),
+    ("provenance", "reported", "distribution"): ("bogus", "should be raw or processed"),
+    ("provenance", "logits", "stage"): ("after_temperature", "should be model_output, got"),
+    ("provenance", "logits"): (None, "provenance.logits should be an object, got None"),
+    ("weights",): (None, "weights should be a list, each entry an object, got None"),
+    ("weights", 0): ({"digest": "a"}, "incomplete manifest (KeyError('epoch'))"),
+    ("weights", 0, "epoch"): (-1, "weights epoch -1 should be 0 or more"),
+    ("weights", 0, "digest"): (None, "a weights digest should be a text"),
+    ("layout", "bounds"): ([[0, 1, 1000]], "bounds of rank 0 should be (start, end)"),
+    ("layout", "padded_size"): (1024, "padded_size is 1024, but the bounds end at column 1000"),
+    ("parts", 0): (None, "part should be an object, got None"),
+    ("parts", 0, "rows"): ("1", "part.rows should be an integer, got '1'"),
+    ("incomplete",): (None, "incomplete should be a list"),
+    ("lost",): ({"queue full": "many"}, "lost should be an object, each value an integer"),
+    ("sequences",): ([], "incomplete manifest"),
+    ("sequences", "path"): (None, "incomplete manifest"),
+}
+
+
+@pytest.mark.parametrize("place", WRONG_VALUES, ids=lambda place: ".".join(map(str, place)))
+def test_a_third_partys_field_of_another_type(good, tmp_path, capsys, place):
+    value, expected = WRONG_VALUES[place]
+    rollout = copied(good, tmp_path)
+    manifest = json.loads((rollout / "capture.json").read_text())
+    manifest["weights"] = [{"epoch": 0, "digest": "a" * 64}]
+    *path, last = place
+    reduce(getitem, path, manifest)[last] = value
+    reseal(rollout, **manifest)
+    assert expected in complaint(capsys, rollout, good / "trainer")
+    assert main(["inspect", str(rollout)]) == 2
+
+
+@pytest.mark.parametrize("constant", ["NaN", "-Infinity", "1e999"])
+def test_a_number_that_json_does_not_have(good, tmp_path, capsys, constant):
+    rollout = copied(good, tmp_path)
+    path = rollout / "capture.json"
+    path.write_text(path.read_text().replace('"lost": {}', f'"lost": {{"x": {constant}}}'))
+    assert "capture.json" in complaint(capsys, rollout, good / "trainer")
+
+
+@pytest.mark.parametrize("side", ["rollout", "trainer"])
+def test_an_architecture_that_was_not_observed_is_said(good, tmp_path, capsys, side):
+    unknown = with_model(architecture=NOT_OBSERVED)
+    write_capture(tmp_path / side, samples(), Plan(role=side, provenance=unknown))
+    sides = {name: good / name for name in ("rollout", "trainer")} | {side: tmp_path / side}
+    out = ["--out", str(tmp_path / "out")]
+    assert main(["compare", str(sides["rollout"]), str(sides["trainer"]), *out]) == 0
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    lines = {line["what"]: line for line in report["identity"]}
+    assert lines["architecture"]["outcome"] == "not observed"
+    assert lines["architecture"][side] == NOT_OBSERVED
 
 
 def test_a_state_that_is_not_that_of_its_logits(good, tmp_path, capsys):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +13,13 @@ from safetensors import SafetensorError, safe_open
 from rlk_align.capture.rows import SCHEMA, SMALL_COLUMNS, ReportedStatus
 from rlk_align.capture.writer import Prompt
 from rlk_align.errors import UnusableInput
-from rlk_align.files import METADATA_KEY, sha256_of_file
+from rlk_align.files import METADATA_KEY, parse_json, sha256_of_file
+from rlk_align.json_fields import checked
 
 PART_PATH = re.compile(r"dp(\d+)-tp(\d+)/[^/]+")
+
+# the name in a safetensors file -> the name in the provenance
+LOGITS_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,9 +99,11 @@ def read_columns(directory: Path, entry: PartEntry) -> PartColumns:
     """
     try:
         metadata, tensors = _metadata_and_columns(directory, entry)
-        labels = metadata["labels"]
-        prompts = _prompts(metadata["prompts"], tensors.pop("prompt_token_ids"))
-    except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
+        labels = checked(metadata["labels"], list[str], f"{entry.path}: labels")
+        prompts = _prompts(metadata["prompts"], tensors.pop("prompt_token_ids"), entry)
+    except UnusableInput:
+        raise
+    except (SafetensorError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise UnusableInput(
             f"{entry.path}: not a part ({error}); docs/capture-format.md says what it must hold"
         ) from None
@@ -110,7 +115,7 @@ def _metadata_and_columns(
     directory: Path, entry: PartEntry
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     with safe_open(directory / entry.path, framework="pt") as part:
-        metadata: dict[str, Any] = json.loads((part.metadata() or {}).get(METADATA_KEY, "{}"))
+        metadata: dict[str, Any] = parse_json((part.metadata() or {}).get(METADATA_KEY, "{}"))
         if metadata.get("schema") != SCHEMA:
             raise UnusableInput(
                 f"{entry.path}: schema {metadata.get('schema')!r}; this version reads {SCHEMA!r}"
@@ -147,13 +152,32 @@ def _check_columns(tensors: dict[str, torch.Tensor], entry: PartEntry, num_label
             )
 
 
+def check_token_ids(entry: PartEntry, part: PartColumns, vocab_size: int) -> None:
+    """Every row's token must be in the vocabulary, also where its sequence is in no table.
+
+    Raises:
+        UnusableInput: Naming the first row whose token is not.
+    """
+    if not entry.rows:
+        return
+    ids = part.columns["token_id"]
+    outside = (ids < 0) | (ids >= vocab_size)
+    if outside.any():
+        row = int(outside.nonzero()[0, 0])
+        raise UnusableInput(
+            f"{entry.path}, row {row}: token id {int(ids[row])} is outside the vocabulary "
+            f"[0, {vocab_size})"
+        )
+
+
 def read_logits(
-    directory: Path, entry: PartEntry, start: int, end: int, width: int
+    directory: Path, entry: PartEntry, start: int, end: int, *, width: int, dtype: str
 ) -> torch.Tensor | None:
     """Rows ``[start, end)`` of a part's logits, or None where the part keeps states only.
 
     Raises:
-        UnusableInput: If the logits are not ``[rows, width]``.
+        UnusableInput: If the logits are not ``[rows, width]``, or not of ``dtype``, which the
+            provenance says.
     """
     with safe_open(directory / entry.path, framework="pt") as part:
         if "logits" not in part.keys():  # noqa: SIM118 (not a dict)
@@ -164,14 +188,24 @@ def read_logits(
                 f"{entry.path}: logits have shape {tuple(rows.get_shape())}, but the layout says "
                 f"{(entry.rows, width)}"
             )
+        found = LOGITS_DTYPES.get(rows.get_dtype())
+        if found is None or found != dtype:
+            raise UnusableInput(
+                f"{entry.path}: logits are {found or rows.get_dtype()}, but the provenance says "
+                f"{dtype}; write one of {', '.join(LOGITS_DTYPES.values())}, and say which"
+            )
         block: torch.Tensor = rows[start:end]
         return block
 
 
-def _prompts(entries: list[dict[str, Any]], flat: torch.Tensor) -> dict[str, Prompt]:
+def _prompts(
+    entries: list[dict[str, Any]], flat: torch.Tensor, part: PartEntry
+) -> dict[str, Prompt]:
     ids, prompts, start = flat.tolist(), {}, 0
     for entry in entries:
-        end = start + entry["tokens"]
-        prompts[entry["label"]] = Prompt(token_ids=ids[start:end], sampling=entry["sampling"])
+        end = start + checked(entry["tokens"], int, f"{part.path}: a prompt's tokens")
+        label = checked(entry["label"], str, f"{part.path}: a prompt's label")
+        sampling = checked(entry["sampling"], dict[str, Any], f"{part.path}: a prompt's sampling")
+        prompts[label] = Prompt(token_ids=ids[start:end], sampling=sampling)
         start = end
     return prompts

@@ -9,15 +9,24 @@ from typing import Any
 
 import torch
 
+from rlk_align.capture.header import header_from_json
 from rlk_align.capture.merge_ranks import TokenRows, merge_ranks
-from rlk_align.capture.parts import PartColumns, PartEntry, read_columns, read_logits, verify_part
+from rlk_align.capture.parts import (
+    PartColumns,
+    PartEntry,
+    check_token_ids,
+    read_columns,
+    read_logits,
+    verify_part,
+)
 from rlk_align.capture.rows import SCHEMA, state_from_tensors
 from rlk_align.capture.seal import MANIFEST_FILE, Progress, manifest_digest
 from rlk_align.capture.sequences import SequenceTable, read_sequences
-from rlk_align.contract import VocabLayout, layout_from_bounds
+from rlk_align.contract import VocabLayout
 from rlk_align.errors import UnusableInput
 from rlk_align.files import read_json, sha256_of_file
-from rlk_align.provenance import Provenance, provenance_from_json
+from rlk_align.json_fields import checked
+from rlk_align.provenance import Provenance
 from rlk_kernels import State
 
 __all__ = ["Capture", "LogitsBlock", "TokenRows", "open_capture"]
@@ -65,7 +74,7 @@ class Capture:
         ranks: list[list[PartColumns]] = [[] for _ in range(self.layout.tp_size)]
         for entry in progress(self.parts):
             verify_part(self.directory, entry)
-            part = read_columns(self.directory, entry)
+            part = self._columns(entry)
             if entry.rows:
                 ranks[entry.tp_rank].append(part)
         return merge_ranks(ranks, self.sequences, self.layout)
@@ -82,10 +91,17 @@ class Capture:
             if not entry.rows:
                 continue
             start, end = self.layout.real_bounds(entry.tp_rank)
-            columns = read_columns(self.directory, entry).columns
+            columns = self._columns(entry).columns
             for first in range(0, entry.rows, rows):
                 last = min(first + rows, entry.rows)
-                logits = read_logits(self.directory, entry, first, last, end - start)
+                logits = read_logits(
+                    self.directory,
+                    entry,
+                    first,
+                    last,
+                    width=end - start,
+                    dtype=self.provenance.logits.dtype,
+                )
                 if logits is None:
                     break
                 yield LogitsBlock(
@@ -97,6 +113,11 @@ class Capture:
                     logits=logits,
                     state=state_from_tensors({k: v[first:last] for k, v in columns.items()}),
                 )
+
+    def _columns(self, entry: PartEntry) -> PartColumns:
+        part = read_columns(self.directory, entry)
+        check_token_ids(entry, part, self.layout.vocab_size)
+        return part
 
 
 def open_capture(directory: Path) -> Capture:
@@ -114,6 +135,20 @@ def open_capture(directory: Path) -> Capture:
             f"with: rlk-align seal {directory}"
         )
     manifest: dict[str, Any] = read_json(directory / MANIFEST_FILE)
+    try:
+        _check_seal(directory, manifest)
+        capture = _capture(directory, manifest)
+    except UnusableInput:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UnusableInput(
+            f"{directory / MANIFEST_FILE}: incomplete manifest ({error!r})"
+        ) from None
+    _check_vocabulary(capture)
+    return capture
+
+
+def _check_seal(directory: Path, manifest: dict[str, Any]) -> None:
     if manifest.get("schema") != SCHEMA:
         raise UnusableInput(
             f"{directory}: schema {manifest.get('schema')!r}, but this version reads {SCHEMA!r}"
@@ -123,47 +158,36 @@ def open_capture(directory: Path) -> Capture:
             f"{directory / MANIFEST_FILE}: its content does not match its seal; it was altered "
             "after sealing, capture again"
         )
-    try:
-        sequences_file = directory / manifest["sequences"]["path"]
-        if not sequences_file.is_file():
-            raise UnusableInput(f"{sequences_file.name}: listed in the capture but absent")
-        if sha256_of_file(sequences_file) != manifest["sequences"]["sha256"]:
-            raise UnusableInput(
-                f"{sequences_file.name}: its SHA-256 is not the recorded one; the file was altered "
-                "or cut short, capture it again"
-            )
-        layout = layout_from_bounds(manifest["layout"]["vocab_size"], manifest["layout"]["bounds"])
-        capture = Capture(
-            directory=directory,
-            role=manifest["role"],
-            layout=layout,
-            provenance=provenance_from_json(manifest["provenance"], MANIFEST_FILE),
-            weights=manifest["weights"],
-            parts=[PartEntry(**part) for part in manifest["parts"]],
-            sequences=read_sequences(sequences_file),
-            incomplete=manifest["incomplete"],
-            lost=manifest["lost"],
-        )
-    except (KeyError, TypeError) as error:
+
+
+def _capture(directory: Path, manifest: dict[str, Any]) -> Capture:
+    sequences_file = directory / manifest["sequences"]["path"]
+    if not sequences_file.is_file():
+        raise UnusableInput(f"{sequences_file.name}: listed in the capture but absent")
+    if sha256_of_file(sequences_file) != manifest["sequences"]["sha256"]:
         raise UnusableInput(
-            f"{directory / MANIFEST_FILE}: incomplete manifest ({error!r})"
-        ) from None
-    _check_consistent(capture)
-    return capture
+            f"{sequences_file.name}: its SHA-256 is not the recorded one; the file was altered "
+            "or cut short, capture it again"
+        )
+    header = header_from_json(manifest, MANIFEST_FILE)
+    incomplete = checked(
+        manifest["incomplete"], list[dict[str, str]], f"{MANIFEST_FILE}: incomplete"
+    )
+    return Capture(
+        directory=directory,
+        role=header.role,
+        layout=header.layout,
+        provenance=header.provenance,
+        weights=header.weights,
+        parts=header.parts,
+        sequences=read_sequences(sequences_file),
+        incomplete=incomplete,
+        lost=header.lost,
+    )
 
 
-def _check_consistent(capture: Capture) -> None:
+def _check_vocabulary(capture: Capture) -> None:
     """What a hand-written capture may get wrong and a sealed one of ours cannot."""
-    if capture.role not in ("rollout", "trainer"):
-        raise UnusableInput(
-            f"{capture.directory}: role {capture.role!r}; rollout or trainer is expected"
-        )
-    for entry in capture.parts:
-        if entry.tp_rank >= capture.layout.tp_size:
-            raise UnusableInput(
-                f"{entry.path}: rank {entry.tp_rank}, but the layout has {capture.layout.tp_size} "
-                "ranks"
-            )
     for label, ids in zip(capture.sequences.labels, capture.sequences.token_ids, strict=True):
         for position, token_id in enumerate(ids):
             if not 0 <= token_id < capture.layout.vocab_size:

@@ -8,12 +8,20 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rlk_align.capture.parts import PartColumns, PartEntry, read_columns, verify_part
+from rlk_align.capture.header import header_from_json
+from rlk_align.capture.parts import (
+    PartColumns,
+    PartEntry,
+    check_token_ids,
+    read_columns,
+    verify_part,
+)
 from rlk_align.capture.rows import SCHEMA
 from rlk_align.capture.sequences import SEQUENCES_FILE, SequenceTable, natural_order
-from rlk_align.capture.writer import WORKER_FILE, Prompt
+from rlk_align.capture.writer import WORKER_FILE, Prompt, WorkerIdentity
 from rlk_align.errors import UnusableInput
 from rlk_align.files import canonical_json, read_json, sha256_of_file, write_atomically
+from rlk_align.json_fields import from_json
 
 MANIFEST_FILE = "capture.json"
 WORKER_FIELDS = {
@@ -45,7 +53,9 @@ def seal_capture(
     assembly = _Assembly()
     for entry in progress(entries):
         verify_part(directory, entry)
-        assembly.add(entry, read_columns(directory, entry))
+        part = read_columns(directory, entry)
+        check_token_ids(entry, part, workers[0]["layout"]["vocab_size"])
+        assembly.add(entry, part)
     table, incomplete = assembly.sequences(token_texts)
     write_atomically(directory / SEQUENCES_FILE, table.to_bytes())
     first = workers[0]
@@ -150,16 +160,7 @@ def _read_workers(directory: Path) -> list[dict[str, Any]]:
     workers: list[dict[str, Any]] = [read_json(path) for path in paths]
     for path, worker in zip(paths, workers, strict=True):
         name = path.parent.name
-        if worker.get("schema") != SCHEMA:
-            raise UnusableInput(
-                f"{name}: schema {worker.get('schema')!r}; this version reads {SCHEMA!r}"
-            )
-        if absent := sorted(WORKER_FIELDS - worker.keys()):
-            raise UnusableInput(f"{name}: {WORKER_FILE} has no field {absent[0]!r}")
-        if not worker["closed"]:
-            raise UnusableInput(
-                f"{name}: the worker did not finish; flush and close it, or run it again"
-            )
+        _check_worker(worker, name)
         for field in ("role", "layout", "weights"):
             if worker[field] != workers[0][field]:
                 raise UnusableInput(f"{name}: its {field} is not that of {paths[0].parent.name}")
@@ -168,6 +169,29 @@ def _read_workers(directory: Path) -> list[dict[str, Any]]:
                 raise UnusableInput(f"{name}: its {field} is not that of {paths[0].parent.name}")
     _check_all_ranks(workers)
     return sorted(workers, key=lambda w: (w["worker"]["dp_rank"], w["worker"]["tp_rank"]))
+
+
+def _check_worker(worker: dict[str, Any], name: str) -> None:
+    """What is sealed must open again, so a worker's index is held to what the reader asks."""
+    if worker.get("schema") != SCHEMA:
+        raise UnusableInput(
+            f"{name}: schema {worker.get('schema')!r}; this version reads {SCHEMA!r}"
+        )
+    if absent := sorted(WORKER_FIELDS - worker.keys()):
+        raise UnusableInput(f"{name}: {WORKER_FILE} has no field {absent[0]!r}")
+    if not worker["closed"]:
+        raise UnusableInput(
+            f"{name}: the worker did not finish; flush and close it, or run it again"
+        )
+    where = f"{name}/{WORKER_FILE}"
+    try:
+        header_from_json(worker, where)
+        from_json(WorkerIdentity, worker["worker"], f"{where}: worker")
+        canonical_json(worker)
+    except UnusableInput:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UnusableInput(f"{where}: incomplete ({error!r})") from None
 
 
 def _check_all_ranks(workers: list[dict[str, Any]]) -> None:

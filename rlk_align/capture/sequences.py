@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,8 @@ from safetensors import safe_open
 from safetensors.torch import save
 
 from rlk_align.errors import UnusableInput
-from rlk_align.files import METADATA_KEY, metadata_entry
+from rlk_align.files import METADATA_KEY, metadata_entry, parse_json
+from rlk_align.json_fields import checked
 
 SEQUENCES_FILE = "sequences.safetensors"
 Key = tuple[str, int]
@@ -83,13 +83,15 @@ def read_sequences(path: Path) -> SequenceTable:
     """
     try:
         with safe_open(path, framework="pt") as file:
-            metadata = json.loads(file.metadata()[METADATA_KEY])
+            metadata = parse_json(file.metadata()[METADATA_KEY])
             flat, lengths, prompts = (
                 file.get_tensor(name).tolist()
                 for name in ("token_ids", "lengths", "prompt_lengths")
             )
-        labels, sampling = metadata["labels"], metadata["sampling"]
-        texts = {int(i): text for i, text in metadata["token_texts"].items()}
+        labels = checked(metadata["labels"], list[str], "labels")
+        sampling = checked(metadata["sampling"], list[dict[str, Any]], "sampling")
+        texts = checked(metadata["token_texts"], dict[str, str], "token_texts")
+        token_texts = {int(i): text for i, text in texts.items()}
     except Exception as error:
         raise UnusableInput(f"{path.name}: not a sequence table ({error})") from None
     if not len(lengths) == len(prompts) == len(labels) == len(sampling) or sum(lengths) != len(
@@ -102,7 +104,7 @@ def read_sequences(path: Path) -> SequenceTable:
         prompt_lengths=prompts,
         labels=labels,
         sampling=sampling,
-        token_texts=texts,
+        token_texts=token_texts,
     )
 
 

@@ -12,6 +12,7 @@ from rlk_align.model_identity import architecture_difference
 from rlk_align.provenance import NOT_OBSERVED
 from rlk_kernels import KERNEL_SPEC
 
+Architecture = dict[str, Any] | Literal["not observed"]
 Outcome = Literal["same", "differs", "not observed"]
 
 
@@ -100,15 +101,21 @@ def _equal(what: str, rollout: object, trainer: object) -> IdentityLine:
     return line
 
 
-def _architecture(ours: dict[str, Any], theirs: dict[str, Any]) -> IdentityLine:
+def _architecture(ours: Architecture, theirs: Architecture) -> IdentityLine:
+    if isinstance(ours, str) or isinstance(theirs, str):
+        return identity_line("architecture", _fields(ours), _fields(theirs))
     field = architecture_difference(ours, theirs)
     if field is not None:
         raise UnusableInput(
             f"the models differ: config field {field} is {ours.get(field, 'absent')!r} in rollout "
             f"and {theirs.get(field, 'absent')!r} in trainer; compare captures of the same model"
         )
-    fields = f"{len(ours)} config fields" if ours else NOT_OBSERVED
-    return identity_line("architecture", fields, fields)
+    return identity_line("architecture", _fields(ours), _fields(theirs))
+
+
+def _fields(architecture: Architecture) -> str:
+    known = architecture and not isinstance(architecture, str)
+    return f"{len(architecture)} config fields" if known else NOT_OBSERVED
 
 
 def _weights(rollout: Capture, trainer: Capture, allowed: bool) -> IdentityLine:
