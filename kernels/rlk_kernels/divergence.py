@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rlk_kernels.column_ranges import ColumnRanges
 from rlk_kernels.divergence_terms import LN2, TERMS, divergence_terms
+from rlk_kernels.eager import eager
 from rlk_kernels.entropy import targets_unused
 from rlk_kernels.expsum import State, merge
 from rlk_kernels.probability import check_mass, column_probabilities, row_norm
@@ -185,6 +186,7 @@ class DivergenceSum:
         self._only_q[rows] |= (q.is_live & ~p.is_live).any(1)
 
 
+@eager
 def divergence(
     p_shards: Shards,
     q_shards: Shards,

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rlk_kernels.collective import all_gather_words
+from rlk_kernels.eager import eager
 from rlk_kernels.finish import finish
 from rlk_kernels.probability import (
     Columns,
@@ -25,6 +26,7 @@ from rlk_kernels.sum_state import SumState, add_values, empty_sum, finish_sum, t
 from rlk_kernels.vocabulary_state import vocabulary_state
 
 
+@eager
 def entropy(
     logits_TL: Tensor,
     *,

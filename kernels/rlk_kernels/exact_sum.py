@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlk_kernels.collective import all_gather_words
+from rlk_kernels.eager import eager
 from rlk_kernels.sum_state import SUM_BINS, SumState, empty_sum, finish_sum, merge_sums, sum_state
 
 FIRST_SUMS = 8
@@ -18,6 +19,7 @@ ERROR_WORDS = 40
 HEADER_WORDS = 2 + MAX_DIMS + ERROR_WORDS
 
 
+@eager
 def exact_sum(
     values: Tensor, *, dim: int | None = None, group: dist.ProcessGroup | None = None
 ) -> Tensor:
@@ -46,6 +48,7 @@ def exact_sum(
     return _ExactSum.apply(values, dim, group, False)  # type: ignore[no-untyped-call, no-any-return]
 
 
+@eager
 def exact_mean(
     values: Tensor, *, dim: int | None = None, group: dist.ProcessGroup | None = None
 ) -> Tensor:

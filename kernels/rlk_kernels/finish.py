@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rlk_kernels.eager import eager
 from rlk_kernels.expsum import BIN_WIDTH, LIMIT, MANTISSA_BITS, NUM_BINS, State
 from rlk_kernels.reference import exponential
 
@@ -52,6 +53,7 @@ class RowSum(NamedTuple):
     """float64 [T], an integer."""
 
 
+@eager
 def finish(state: State) -> SelectedLogprob:
     """Logprob and LSE of every row of a state that has seen the whole vocabulary.
 
@@ -73,6 +75,7 @@ def finish_active(state: State, active: Tensor | None) -> tuple[SelectedLogprob,
     return _values(state, total, is_active), total
 
 
+@eager
 def finish_where_valid(state: State) -> tuple[SelectedLogprob, Tensor]:
     """Logprob and LSE of the rows that have one, and a `RowStatus` int8 [T] for every row.
 

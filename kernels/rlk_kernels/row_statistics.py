@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rlk_kernels.collective import all_gather_words
 from rlk_kernels.column_ranges import ColumnRanges
+from rlk_kernels.eager import eager
 from rlk_kernels.entropy import entropy_terms
 from rlk_kernels.expsum import LIMIT, State
 from rlk_kernels.finish import RowStatus, finish, row_status
@@ -174,6 +175,7 @@ class RowStatisticsSum:
         )
 
 
+@eager
 def row_statistics(
     logits_TL: Tensor,
     token_ids_T: Tensor,

@@ -8,12 +8,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 import rlk_kernels.logprob_op  # noqa: F401 (registers the operator)
+from rlk_kernels.eager import eager
 from rlk_kernels.expsum import State
 from rlk_kernels.finish import SelectedLogprob
 from rlk_kernels.shard_input import IGNORE_INDEX, checked_input, setting_complaint
 from rlk_kernels.vocabulary_state import shard_state
 
 
+@eager
 def expsum_state(
     logits_TL: Tensor,
     *,
