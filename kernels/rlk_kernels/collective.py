@@ -106,7 +106,7 @@ def gather_state(header: Header, state: State, group: dist.ProcessGroup) -> Stat
     Raises:
         ValueError: The same on every rank, naming the first rank at fault.
     """
-    rows = _pack(state).to(_transport_device(group))
+    rows = _pack(state).to(_transport_device(group, state.top.device))
     first = torch.zeros(FIRST_ROWS, ROW_WORDS, dtype=torch.int64, device=rows.device)
     first[: len(rows)] = rows[:FIRST_ROWS]
     message = torch.cat([header.words().to(rows.device), first.flatten()])
@@ -122,11 +122,16 @@ def gather_state(header: Header, state: State, group: dist.ProcessGroup) -> Stat
     return reduce(merge, (_unpack(part_TW, state.top.device) for part_TW in parts_RTW))
 
 
-def group_failure(error: Exception, group: dist.ProcessGroup) -> ValueError:
-    """The error that every rank raises, once they have been told of this rank's."""
+def group_failure(
+    error: Exception, group: dist.ProcessGroup, device: torch.device | str
+) -> ValueError:
+    """The error that every rank raises, once they have been told of this rank's.
+
+    ``device`` is that of the rank's logits, from which the others send.
+    """
     header = Header(error=str(error) or type(error).__name__)
     nothing = torch.zeros(FIRST_ROWS * ROW_WORDS, dtype=torch.int64)
-    message = torch.cat([header.words(), nothing]).to(_transport_device(group))
+    message = torch.cat([header.words(), nothing]).to(_transport_device(group, device))
     headers = _all_gather(message, group)[:, :HEADER_WORDS].cpu()
     return ValueError(group_error([Header.from_words(words) for words in headers]))
 
@@ -172,13 +177,16 @@ def _gap(start: int, end: int, before: str, after: str) -> str:
 
 def all_gather_words(words: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     """Every rank's int64 tensor of one shape, on the CPU, rank by rank."""
-    return list(_all_gather(words.to(_transport_device(group)), group).cpu())
+    return list(_all_gather(words.to(_transport_device(group, words.device)), group).cpu())
 
 
-def _transport_device(group: dist.ProcessGroup) -> torch.device:
-    """Where the group's backend takes tensors from."""
-    on_gpu = "nccl" in dist.get_backend(group)
-    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+def _transport_device(group: dist.ProcessGroup, device: torch.device | str) -> torch.device:
+    """Where the group's backend takes tensors from; ``device`` is where the rank's own lie."""
+    if "nccl" not in dist.get_backend(group):
+        return torch.device("cpu")
+    own = torch.device(device)
+    # a process may hold its logits on another GPU than the current one
+    return own if own.type == "cuda" else torch.device("cuda", torch.cuda.current_device())
 
 
 def _all_gather(words: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -73,7 +73,7 @@ def entropy(
     bins = _entropy_bins(shard, norm)
     if group is not None:
         # of one shape on all ranks: they have agreed on the rows by now
-        bins = torch.stack(all_gather_words(bins.cpu(), group)).sum(0).to(bins.device)
+        bins = torch.stack(all_gather_words(bins, group)).sum(0).to(bins.device)
     total = finish_sum(SumState(bins=bins, num_values=vocab_size), torch.float64)
     return _WithGradient.apply(logits_TL, shard, norm, total)  # type: ignore[no-untyped-call, no-any-return]
 

@@ -70,10 +70,11 @@ def group_sum_state(values: Tensor, dim: int | None, group: dist.ProcessGroup) -
         ValueError: The same on every rank, naming the first rank at fault.
     """
     state, error = _own_state(values, dim)
-    rows = state.bins.reshape(-1, SUM_BINS).cpu()
-    first = torch.zeros(FIRST_SUMS, SUM_BINS, dtype=torch.int64)
+    rows = state.bins.reshape(-1, SUM_BINS)
+    first = torch.zeros(FIRST_SUMS, SUM_BINS, dtype=torch.int64, device=rows.device)
     first[: len(rows)] = rows[:FIRST_SUMS]
-    messages = all_gather_words(torch.cat([_header(state, error), first.flatten()]), group)
+    header = _header(state, error).to(rows.device)
+    messages = all_gather_words(torch.cat([header, first.flatten()]), group)
     headers = torch.stack(messages)[:, :HEADER_WORDS]
     _check_headers(headers)
     parts = [words[HEADER_WORDS:].view(FIRST_SUMS, SUM_BINS)[: len(rows)] for words in messages]
@@ -121,7 +122,8 @@ def _own_state(values: Tensor, dim: int | None) -> tuple[SumState, str]:
         if state.bins.dim() > MAX_DIMS + 1:
             raise ValueError(f"a group's sums have at most {MAX_DIMS} dimensions; reshape them")
     except Exception as error:
-        return empty_sum(), str(error) or type(error).__name__
+        device = values.device if isinstance(values, Tensor) else "cpu"
+        return empty_sum(device=device), str(error) or type(error).__name__
     return state, ""
 
 

@@ -64,7 +64,8 @@ def _forward(
     """logprob and lse float32 [T], then mantissa and exponent float64 [T] of the rows' sums."""
     group = None if group_name is None else _group_of(group_name)
     if complaint:
-        raise _shared(ValueError(complaint), group)
+        error = ValueError(complaint)
+        raise error if group is None else group_failure(error, group, logits_TL.device)
     shard, state = vocabulary_state(
         logits_TL,
         token_ids,
@@ -84,10 +85,6 @@ def _group_of(name: str) -> dist.ProcessGroup:
     # how torch's own functional collectives find theirs; it is not exported, so not typed either
     resolve: Callable[[str], dist.ProcessGroup] = vars(c10d)["_resolve_process_group"]
     return resolve(name)
-
-
-def _shared(error: ValueError, group: dist.ProcessGroup | None) -> ValueError:
-    return error if group is None else group_failure(error, group)
 
 
 @torch.library.register_fake(FORWARD)  # type: ignore[untyped-decorator]

@@ -135,7 +135,7 @@ class RowStatisticsSum:
 
     def merge_group(self, group: dist.ProcessGroup) -> None:
         """Take in what the other ranks were fed; all have agreed on rows, ``top_k`` and columns."""
-        words = all_gather_words(self._words().cpu(), group)
+        words = all_gather_words(self._words(), group)
         for rank, part in enumerate(words):
             if rank != dist.get_rank(group):
                 self._absorb(part.to(self._bins.device))

@@ -134,7 +134,9 @@ def logprob_or_complaint(
     )
     if complaint:
         # what the operator's schema takes, so that the complaint reaches the other ranks
-        logits_TL, token_ids_T, active_mask = torch.empty(0, 0), torch.empty(0).long(), None
+        device = logits_TL.device if isinstance(logits_TL, Tensor) else "cpu"
+        logits_TL, active_mask = torch.empty(0, 0, device=device), None
+        token_ids_T = torch.empty(0, dtype=torch.int64, device=device)
         vocab_size, vocab_start, ignore_index, temperature, backend = 0, 0, 0, 1.0, ""
         inplace_backward = False
     logprob, lse, _, _ = torch.ops.rlk_kernels.selected_logprob(

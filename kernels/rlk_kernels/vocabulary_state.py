@@ -47,7 +47,8 @@ def vocabulary_state(
     except Exception as error:
         if group is None:
             raise
-        raise group_failure(error, group) from error
+        device = logits_TL.device if isinstance(logits_TL, Tensor) else "cpu"
+        raise group_failure(error, group, device) from error
     if group is not None:
         state = gather_state(header, state, group)
     elif (gap := coverage_error([(header.start, header.end)], vocab_size)) is not None:
