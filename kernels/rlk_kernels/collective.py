@@ -59,7 +59,7 @@ class Header:
     active: int = 0
     """Digest of which rows are active."""
     digest: int = 0
-    """Of the active rows' token ids."""
+    """Of the token ids, 0 in inactive rows."""
     top_k: int = 1
     """How many of the largest logits are asked for; 1 where nobody asks."""
     start: int = 0

@@ -207,7 +207,7 @@ def divergence(
         vocab_size: Real columns of either side.
         p_temperature: P's logits are divided by it first, in float32.
         q_temperature: Likewise Q's.
-        backend: What computes the rows' sums: "auto" (by device), "reference" or "cpu".
+        backend: What computes the rows' sums: "auto", "reference", "cpu" or "triton".
 
     Raises:
         ValueError: If a shard breaks the contract, a side has no shard, or its shards overlap or

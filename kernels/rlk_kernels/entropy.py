@@ -48,7 +48,7 @@ def entropy(
         group: The ranks whose columns make up the vocabulary; None if this process holds it all.
             One all-gather more than `rlk_kernels.selected_logprob`, of 256 bytes a token.
         temperature: The logits are divided by it first, in float32.
-        backend: What computes the rows' sums: "auto" (by device), "reference" or "cpu".
+        backend: What computes the rows' sums: "auto", "reference", "cpu" or "triton".
 
     Returns:
         float32 ``[T]`` in nats, the same on every rank. The gradient, -p * (log p + H), is

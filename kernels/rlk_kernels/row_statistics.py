@@ -197,7 +197,7 @@ def row_statistics(
         group: The ranks whose columns make up the vocabulary; None if this process holds it all.
         temperature: The logits are divided by it first, in float32; all statistics are of those.
         top_k: How many of the largest logits to return, the same on every rank.
-        backend: What computes the rows' sums: "auto" (by device), "reference" or "cpu".
+        backend: What computes the rows' sums: "auto", "reference", "cpu" or "triton".
 
     Returns:
         The same on every rank, without gradient; every row's status is OK.
