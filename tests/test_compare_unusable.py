@@ -258,8 +258,8 @@ WRONG_VALUES = {
     ("parts", 0, "rows"): ("1", "part.rows should be an integer, got '1'"),
     ("incomplete",): (None, "incomplete should be a list"),
     ("lost",): ({"queue full": "many"}, "lost should be an object, each value an integer"),
-    ("sequences",): ([], "incomplete manifest"),
-    ("sequences", "path"): (None, "incomplete manifest"),
+    ("sequences",): ([], "sequences should be an object, got []"),
+    ("sequences", "path"): (None, "sequences.path should be a text, got None"),
 }
 
 

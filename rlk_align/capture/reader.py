@@ -161,10 +161,12 @@ def _check_seal(directory: Path, manifest: dict[str, Any]) -> None:
 
 
 def _capture(directory: Path, manifest: dict[str, Any]) -> Capture:
-    sequences_file = directory / manifest["sequences"]["path"]
+    listed = checked(manifest["sequences"], dict[str, Any], f"{MANIFEST_FILE}: sequences")
+    path = checked(listed["path"], str, f"{MANIFEST_FILE}: sequences.path")
+    sequences_file = directory / path
     if not sequences_file.is_file():
         raise UnusableInput(f"{sequences_file.name}: listed in the capture but absent")
-    if sha256_of_file(sequences_file) != manifest["sequences"]["sha256"]:
+    if sha256_of_file(sequences_file) != listed["sha256"]:
         raise UnusableInput(
             f"{sequences_file.name}: its SHA-256 is not the recorded one; the file was altered "
             "or cut short, capture it again"
