@@ -48,8 +48,11 @@ def test_every_door_gives_the_same_bits(default_dtype: torch.dtype) -> None:
     assert_same(every_door(logits), expected)
 
 
-def test_a_loss_has_the_same_bits(default_dtype: torch.dtype) -> None:
-    part = whole_part(whole_batch())
-    expected = loss_of(part, SETTINGS["tokens, k3"])
+@pytest.mark.parametrize(("setting", "has_reference"), [("tokens, k3", True), ("constant", False)])
+def test_a_loss_has_the_same_bits(
+    default_dtype: torch.dtype, setting: str, has_reference: bool
+) -> None:
+    part = whole_part(whole_batch(has_reference=has_reference))
+    expected = loss_of(part, SETTINGS[setting])
     torch.set_default_dtype(default_dtype)
-    assert_same([loss_of(part, SETTINGS["tokens, k3"]).loss], [expected.loss])
+    assert_same([loss_of(part, SETTINGS[setting]).loss], [expected.loss])

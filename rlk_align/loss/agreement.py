@@ -72,7 +72,7 @@ class LocalBatch:
             rows.sequence_ids_T,
             rows.is_active_T,
             rows.old_logprob_T,
-            torch.zeros(0) if rows.ref_logprob_T is None else rows.ref_logprob_T,
+            torch.zeros(0, dtype=torch.uint8) if rows.ref_logprob_T is None else rows.ref_logprob_T,
             self.words(),
         ]
         own = [_digest(value.numpy().tobytes()) for value in values]
