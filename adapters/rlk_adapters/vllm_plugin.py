@@ -4,8 +4,8 @@
 the worker exists. Without ``RLK_CAPTURE_DIR`` it does nothing at all.
 
 A worker is complete after ``collective_rpc("rlk_close")``, or when vLLM shuts it down with no
-sequence in flight. vLLM kills workers that are not done ``VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS``
-(5) later: raise it, or call ``rlk_close`` first, where much waits to be written.
+sequence in flight. A server of vLLM kills its workers at once when it stops, before they have
+written, unless it was started with ``--shutdown-timeout``.
 """
 
 from __future__ import annotations
