@@ -14,6 +14,7 @@ from captures import (
     VOCAB,
     Plan,
     Sample,
+    kernel_logprob,
     rows_of,
     samples,
     write_capture,
@@ -450,3 +451,19 @@ def test_the_same_rows_are_the_same_bytes_in_every_process(tmp_path):
     ]  # fmt: skip
     assert "sequences.safetensors" in runs[0]
     assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [((0, 512), (512, 1024)), ((0, 512), (512, 512), (512, 1000))],
+    ids=["padded", "empty"],
+)
+def test_ids_at_the_edges_of_shards_have_the_owner_that_the_layout_says(tmp_path, bounds):
+    layout = VocabLayout(vocab_size=VOCAB, bounds=bounds)
+    edges = [0, 511, 512, VOCAB - 1]
+    logits = torch.randn(len(edges), VOCAB, generator=torch.Generator().manual_seed(3))
+    sample = Sample("0", [7], edges, logits, kernel_logprob(logits, edges))
+    write_capture(tmp_path / "c", [sample], Plan(layout=layout))
+    owners = open_capture(tmp_path / "c").tokens().owner_rank.tolist()
+    last = len(bounds) - 1
+    assert owners == [0, 0, last, last] == [layout.owner_rank(i) for i in edges]
